@@ -1,0 +1,1 @@
+"""Durable tasks in your own PostgreSQL."""
