@@ -508,6 +508,7 @@ create or replace function leasetask.claim(
   id uuid, kind text, handler_version int, idempotency_key text, input jsonb, state jsonb,
   open_steps jsonb, stored_steps int, attempts int, max_attempts int, runs int, lease_token uuid,
   priority smallint, next_run_at timestamptz, created_at timestamptz, deadline timestamptz,
+  claimed_at timestamptz,
   cancel_requested boolean, compensating text, last_error jsonb)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
@@ -595,7 +596,7 @@ begin
     where t.id = any (chosen)
     returning t.id, t.kind, t.handler_version, t.idempotency_key, t.input, t.state, t.open_steps,
       t.stored_steps, t.attempts, t.max_attempts, t.runs, t.lease_token, t.priority, t.next_run_at,
-      t.created_at, t.deadline, t.cancel_requested_at is not null, t.compensating, t.last_error;
+      t.created_at, t.deadline, now_, t.cancel_requested_at is not null, t.compensating, t.last_error;
   end if;
 
   if whole and cardinality(chosen) < n then
@@ -608,7 +609,7 @@ begin
       order by t.next_run_at limit 1
     ) c;
     if next_due < 'infinity' then
-      id := null; next_run_at := next_due;
+      id := null; next_run_at := next_due; claimed_at := now_;
       return next;
     end if;
   end if;
@@ -774,32 +775,6 @@ begin
        as a (id, answer, held, cancel, ord);
 end $$;
 
--- Commits the decision to compensate, with its cause, before the first compensation runs, under the
--- same lease. `ending` (canceled or failed) is what the task will be once they have all run.
-create or replace function leasetask.compensate(
-  ids uuid[], tokens uuid[], ending text, errors jsonb[], lease interval
-) returns table (ord int, answer text)
-language plpgsql
-set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
-as $$
-#variable_conflict use_column
-declare
-  now_ timestamptz := leasetask.clock();
-  took record := leasetask.take(ids, tokens);
-begin
-  update leasetask.task t
-  set compensating = coalesce(t.compensating, ending),
-      last_error = coalesce(i.error, t.last_error),
-      attempts = 1, swept = 0, suspect = false,
-      lease_until = now_ + lease,
-      updated_at = now_
-  from unnest(ids, errors, took.held) as i (id, error, held)
-  where t.id = i.id and i.held;
-  return query
-  select a.ord::int, a.answer from unnest(took.answers) with ordinality as a (answer, ord);
-end $$;
-
 
 -- ── the ways in which a worker ends a run ─────────────────────────────────────────────────────
 -- finish, suspend, release and fail hand the lease back and leave its token in released_token: a
@@ -856,7 +831,7 @@ begin
       wait_until = i.until, wait_snapshot = i.snapshot, waiting_since = now_,
       undelivered = i.topic is not null,
       next_run_at = least(i.until, t.deadline, 'infinity'),
-      open_steps = t.open_steps || coalesce(i.note, '{}'),
+      open_steps = (t.open_steps - i.name) || coalesce(i.note, '{}'),
       released_token = t.lease_token,
       lease_owner = null, lease_until = null, lease_token = null,
       abandoned = false,
@@ -873,10 +848,11 @@ begin
 end $$;
 
 -- Gives tasks back to be run again after `delays` seconds (null: at once): unrun or unwound at a
--- shutdown, or for a failed step's own next try, of which `notes` tells. Takes the claim's attempt
--- back.
+-- shutdown, or for a failed step's own next try, of which `notes` and `errors` tell. Takes the
+-- claim's attempt back.
 create or replace function leasetask.release(
-  ids uuid[], tokens uuid[], delays float8[] default null, notes jsonb[] default null
+  ids uuid[], tokens uuid[], delays float8[] default null, notes jsonb[] default null,
+  errors jsonb[] default null
 ) returns table (ord int, answer text, status text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
@@ -892,11 +868,13 @@ begin
       attempts = greatest(t.attempts - 1, 0),
       next_run_at = now_ + make_interval(secs => coalesce(i.delay, 0)),
       open_steps = t.open_steps || coalesce(i.note, '{}'),
+      last_error = coalesce(i.error, t.last_error),
       released_token = t.lease_token,
       lease_owner = null, lease_until = null, lease_token = null,
       abandoned = false,
       updated_at = now_
-  from unnest(ids, delays, release.notes, took.held, took.cancel) as i (id, delay, note, held, cancel)
+  from unnest(ids, delays, release.notes, release.errors, took.held, took.cancel)
+       as i (id, delay, note, error, held, cancel)
   where t.id = i.id and i.held and not i.cancel;
   perform leasetask.cancel_taken(ids, took.held, took.cancel, now_);
   perform leasetask.wake();
@@ -929,9 +907,11 @@ begin
 end $$;
 
 -- The handler raised, or cannot be run. With `retryable` and budget left the task is due again after
--- `delays` seconds, or (null) after its backoff; else it ends `failed`, compensations first.
+-- `delays` seconds, or (null) after its backoff; else it ends `failed`, compensations first, unless
+-- `outright`: a replay that went wrong cannot be trusted to compensate.
 create or replace function leasetask.fail(
-  ids uuid[], tokens uuid[], errors jsonb[], retryable boolean[], delays float8[] default null
+  ids uuid[], tokens uuid[], errors jsonb[], retryable boolean[], outright boolean[] default null,
+  delays float8[] default null
 ) returns table (ord int, answer text, status text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
@@ -962,6 +942,10 @@ begin
   from unnest(ids, errors, delays, took.held, took.cancel, retry)
        as i (id, error, delay, held, cancel, retry)
   where t.id = i.id and i.held and i.retry and not i.cancel;
+
+  update leasetask.task t set compensations = 0
+  from unnest(ids, outright, took.held) as i (id, outright, held)
+  where t.id = i.id and i.held and i.outright and t.compensating is null;
 
   for ending in
     select case when i.retry then 'canceled' else 'failed' end as status,
@@ -1019,9 +1003,11 @@ end $$;
 
 -- Called by anyone, in their own transaction; answers the signal's id. Wakes nobody by itself: it
 -- is delivered after the commit, by the caller or by a worker. `sticky`: a latch, seen by everyone
--- who waits on the topic, now or later, until clear_signal.
-create or replace function leasetask.signal(topic text, payload jsonb default null, sticky boolean default false)
-returns bigint
+-- who waits on the topic, now or later, until clear_signal. `notify`: tell an idle worker; not
+-- needed by a caller that commits and delivers at once.
+create or replace function leasetask.signal(
+  topic text, payload jsonb default null, sticky boolean default false, notify boolean default true
+) returns bigint
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
@@ -1029,7 +1015,7 @@ declare
 begin
   insert into leasetask.task_signal as s (topic, payload, sticky)
   values (signal.topic, signal.payload, signal.sticky) returning s.id into made;
-  if exists (select from leasetask.idle_worker) then
+  if notify and exists (select from leasetask.idle_worker) then
     perform pg_notify('leasetask', 'signal');
   end if;
   return made;

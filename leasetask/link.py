@@ -1,0 +1,83 @@
+"""A connection that comes back: the one way in which a worker's parts talk to the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import psycopg
+
+from leasetask.connection import backoff_delays, connect_async, fetch_async, is_disconnect
+from leasetask.errors import DatabaseUnavailable
+from leasetask.protocol import Query
+
+logger = logging.getLogger("leasetask")
+
+
+class Link:
+    """An async connection that is opened again, for ever and with backoff, when it is lost.
+
+    Logs one line when it goes and one when it is back, not one per try.
+    """
+
+    def __init__(self, dsn: str, name: str) -> None:
+        self._dsn = dsn
+        self._name = name
+        self._conn: psycopg.AsyncConnection[Any] | None = None
+        self._was_lost = False
+
+    async def get(self) -> psycopg.AsyncConnection[Any]:
+        """Return the open connection, opening it for as long as that takes."""
+        if self._conn is not None and not self._conn.closed:
+            return self._conn
+        for delay in backoff_delays():
+            try:
+                self._conn = await connect_async(self._dsn, name=self._name)
+                break
+            except DatabaseUnavailable as error:
+                self.report_lost(error)
+                await asyncio.sleep(delay)
+        if self._was_lost:
+            self._was_lost = False
+            logger.warning("%s: the database is back", self._name)
+        assert self._conn is not None
+        return self._conn
+
+    async def try_once(self, query: Query) -> list[tuple[Any, ...]]:
+        """Run a query; drop the connection if it is of no use any more, and raise all the same."""
+        conn = await self.get()
+        try:
+            return await fetch_async(conn, query)
+        except Exception as error:
+            if is_disconnect(error) or conn.closed:
+                self.report_lost(error)
+                await self.close()
+            raise
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+
+    async def ask(self, query: Query) -> list[tuple[Any, ...]]:
+        """Run a query that may be repeated, through any number of lost connections."""
+        for delay in backoff_delays():
+            try:
+                return await self.try_once(query)
+            except Exception as error:
+                if not is_disconnect(error):
+                    raise
+                await asyncio.sleep(delay)
+        raise AssertionError("backoff never ends")
+
+    def report_lost(self, error: Exception) -> None:
+        """Log the loss once."""
+        if not self._was_lost:
+            self._was_lost = True
+            reason = " ".join(str(error).split())
+            logger.warning("%s: the database is away, trying again: %s", self._name, reason)
+
+    async def close(self) -> None:
+        """Close the connection; the next use opens another."""
+        if self._conn is not None:
+            await self._conn.close()
+            self._conn = None

@@ -1,0 +1,121 @@
+"""What workers do now and then beside running tasks: deliver, sweep, declare, look for suspects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+from leasetask import protocol
+from leasetask.connection import is_disconnect, is_transient
+from leasetask.link import Link
+from leasetask.model import Swept
+from leasetask.protocol import KindPolicy, Query
+
+logger = logging.getLogger("leasetask")
+
+DELIVER_EVERY = 1.0
+DECLARE_EVERY = 60.0
+SWEEP_BATCH = 1000
+_BUSY_AGAIN = 0.05
+"""Seconds before a topic whose rows somebody held is tried again."""
+
+
+class Maintenance:
+    """The chores of one worker, each on its own timer, over one connection."""
+
+    def __init__(
+        self,
+        link: Link,
+        lease: float,
+        policies: Iterable[KindPolicy],
+        *,
+        sweeps: bool,
+        on_suspects: Callable[[], Awaitable[None]] | None,
+    ) -> None:
+        self._link = link
+        self._policies = list(policies)
+        self._pairs = [(p.kind, p.version) for p in self._policies]
+        self._sweep_every = min(1.5, lease / 2)
+        self._sweeps = sweeps
+        self._on_suspects = on_suspects
+        self._topics: set[str] = set()
+        self._wake = asyncio.Event()
+        self._look = True
+
+    def deliver_soon(self, topic: str) -> None:
+        """A suspension on this topic has committed: its signal may be there already."""
+        self._topics.add(topic)
+        self._wake.set()
+
+    def look_soon(self) -> None:
+        """A signal was notified."""
+        self._look = True
+        self._wake.set()
+
+    async def serve(self) -> None:
+        """Do the chores, for ever."""
+        due = dict.fromkeys(("look", "sweep", "declare"), 0.0)
+        while True:
+            now = time.monotonic()
+            try:
+                if self._policies and now >= due["declare"]:
+                    await self._link.ask(protocol.declare_kinds(self._policies))
+                    due["declare"] = now + DECLARE_EVERY
+                if self._look or now >= due["look"]:
+                    self._look = False
+                    due["look"] = now + DELIVER_EVERY
+                    self._topics.update(r[0] for r in await self._link.ask(protocol.UNDELIVERED))
+                again = await self._deliver()
+                if self._sweeps and now >= due["sweep"]:
+                    # Behind a snapshot that is held open a sweep walks dead entries: keep its share small.
+                    cost = await self._sweep()
+                    due["sweep"] = now + max(self._sweep_every, 20 * cost)
+            except Exception as error:
+                if not (is_disconnect(error) or is_transient(error)):
+                    raise
+                again = True
+            pause = min(due["look"], due["sweep"] if self._sweeps else due["look"])
+            await self._sleep(_BUSY_AGAIN if again else pause - time.monotonic())
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), max(0.0, seconds))
+        except TimeoutError:
+            return
+        self._wake.clear()
+
+    async def _deliver(self) -> bool:
+        """Deliver the topics at hand; tell whether some have to be asked again."""
+        topics, self._topics = self._topics, set()
+        if not topics:
+            return False
+        rows = await self._link.ask(protocol.deliver(sorted(topics)))
+        self._topics.update(topic for topic, _, again in rows if again)
+        return bool(self._topics)
+
+    async def _sweep(self) -> float:
+        began = time.monotonic()
+        for swept in await sweep_all(self._link.ask):
+            if swept.outcome == "error":
+                logger.error("sweep: task %s (%s): %s", swept.id, swept.kind, swept.error)
+            else:
+                logger.warning("sweep: task %s (%s): %s", swept.id, swept.kind, swept.outcome)
+        if self._on_suspects is not None and self._pairs:
+            found = await self._link.ask(protocol.suspects(self._pairs))
+            if found[0][0]:
+                await self._on_suspects()
+        return time.monotonic() - began
+
+
+async def sweep_all(
+    ask: Callable[[Query], Awaitable[list[tuple[object, ...]]]],
+) -> list[Swept]:
+    """Sweep until nothing more is found."""
+    done: list[Swept] = []
+    while True:
+        rows = [protocol.swept(row) for row in await ask(protocol.sweep(SWEEP_BATCH))]
+        done += rows
+        if sum(row.outcome != "error" for row in rows) < SWEEP_BATCH:
+            return done

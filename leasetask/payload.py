@@ -1,0 +1,189 @@
+"""JSON in and out: exact, or refused with the path of what does not fit.
+
+msgspec does the encoding and the conversion to annotated types. Around it stand the checks that it
+and jsonb lack: NaN and the infinities (msgspec writes null), NUL characters and lone surrogates
+(jsonb refuses them, in the middle of somebody's batch), and types that JSON would change silently.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+import msgspec
+
+from leasetask.errors import ConfigurationError, PayloadError
+
+DEFAULT_LIMIT = 1024 * 1024
+"""Largest encoded payload, in bytes."""
+
+ERROR_TEXT_LIMIT = 8_000
+"""What is kept of an error's message or traceback, in characters."""
+
+
+def encode(value: object, type_: Any = Any, *, what: str, limit: int = DEFAULT_LIMIT) -> str:
+    """Encode a value as JSON text that jsonb keeps exactly.
+
+    Args:
+        value: a plain JSON value, or anything that fits `type_`.
+        type_: the annotation that the value will be decoded with.
+        what: what the value is, for the error's text (`input of publish`).
+        limit: the largest encoding allowed, in bytes.
+
+    Raises:
+        PayloadError: the value is not JSON, does not fit `type_`, or is too large.
+    """
+    plain = value
+    if type_ is not Any:
+        try:
+            plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_to_plain)
+            _convert(plain, type_)
+        except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
+            raise PayloadError(f"{what} does not fit {_name(type_)}: {error}") from error
+    try:
+        encoded = msgspec.json.encode(_exact(plain, "$", what))
+    except RecursionError as error:
+        raise PayloadError(f"{what} is nested too deeply") from error
+    if len(encoded) > limit:
+        raise PayloadError(
+            f"{what} is {len(encoded)} bytes of JSON; the limit is {limit} "
+            "(store large data elsewhere and pass its place, or raise App(payload_limit=…))"
+        )
+    return encoded.decode()
+
+
+def decode(text: str | bytes, type_: Any = Any, *, what: str) -> Any:
+    """Decode JSON text, through an annotation.
+
+    Raises:
+        PayloadError: the text is not what `type_` says; the message names the path.
+    """
+    return convert(msgspec.json.decode(text), type_, what=what)
+
+
+def convert(plain: object, type_: Any, *, what: str) -> Any:
+    """Convert decoded JSON to an annotated type.
+
+    Raises:
+        PayloadError: it does not fit; the message names the path.
+    """
+    if type_ is Any:
+        return plain
+    try:
+        return _convert(plain, type_)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise PayloadError(f"{what} does not fit {_name(type_)}: {error}") from error
+
+
+def fingerprint(args: tuple[object, ...], kwargs: dict[str, object]) -> str | None:
+    """Return a short hash of a step's arguments, or None if there are none or they are not JSON."""
+    if not args and not kwargs:
+        return None
+    try:
+        plain = _exact([list(args), kwargs], "$", "arguments")
+    except (PayloadError, RecursionError):
+        return None
+    encoded = msgspec.json.encode(plain, order="deterministic")
+    return hashlib.blake2b(encoded, digest_size=6).hexdigest()
+
+
+def printable(text: str, limit: int = ERROR_TEXT_LIMIT) -> str:
+    """Return text that jsonb takes: cut to `limit` characters, NULs and lone surrogates escaped."""
+    if len(text) > limit:
+        text = (
+            f"{text[: limit // 2]}\n… {len(text) - limit} characters cut …\n{text[-limit // 2 :]}"
+        )
+    return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\u0000")
+
+
+def annotation_of(function: Callable[..., Any], name: str = "return") -> Any:
+    """Return the annotation of a function's parameter or result; `Any` when there is none.
+
+    Raises:
+        ConfigurationError: the annotation is text that names nothing that can be found.
+    """
+    target = function.func if isinstance(function, functools.partial) else function
+    if not getattr(target, "__annotations__", None):
+        return Any
+    try:
+        hint = get_type_hints(target, include_extras=True).get(name, Any)
+    except NameError as error:
+        raise ConfigurationError(
+            f"the annotations of {getattr(target, '__qualname__', target)} cannot be read: {error}"
+        ) from error
+    return type(None) if hint is None else hint
+
+
+def _exact(value: object, path: str, what: str) -> object:
+    """Return `value` as jsonb will give it back; refuse what jsonb or JSON would change."""
+    kind = type(value)
+    if kind is str:
+        return _exact_text(value, path, what)  # type: ignore[arg-type]  # narrowed by `kind`
+    if value is None or kind is bool or kind is int:
+        return value
+    if kind is float:
+        return _exact_float(value, path, what)  # type: ignore[arg-type]  # narrowed by `kind`
+    if kind is list:
+        return [_exact(item, f"{path}[{i}]", what) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # narrowed by `kind`
+    if kind is dict:
+        return {
+            _exact_key(key, path, what): _exact(item, f"{path}.{key}", what)
+            for key, item in value.items()  # type: ignore[attr-defined]  # narrowed by `kind`
+        }
+    raise PayloadError(
+        f"{what}: {path} is a {kind.__name__}, which JSON would change; "
+        "annotate the parameter or result with its type, or convert it to plain JSON"
+    )
+
+
+def _exact_text(value: str, path: str, what: str) -> str:
+    if "\x00" in value:
+        raise PayloadError(f"{what}: {path} holds a NUL character, which PostgreSQL cannot store")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise PayloadError(
+                f"{what}: {path} holds a lone surrogate, which is not text"
+            ) from error
+    return value
+
+
+def _exact_key(key: object, path: str, what: str) -> str:
+    if type(key) is not str:
+        raise PayloadError(f"{what}: {path} has the key {key!r}; JSON's keys are text")
+    return _exact_text(key, path, what)
+
+
+def _exact_float(value: float, path: str, what: str) -> float | int:
+    if not math.isfinite(value):
+        raise PayloadError(f"{what}: {path} is {value}, which JSON cannot hold")
+    # jsonb gives 1e16 back as an integer and -0.0 as 0.0: so does the first run.
+    if value == 0:
+        return 0.0
+    return int(value) if abs(value) >= 1e16 else value
+
+
+def _convert(plain: object, type_: Any) -> Any:
+    return msgspec.convert(plain, type_, str_keys=True, dec_hook=_from_plain)
+
+
+def _to_plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    raise TypeError(f"a {type(value).__name__} is not JSON")
+
+
+def _from_plain(type_: Any, plain: Any) -> Any:
+    if isinstance(plain, type_):
+        return plain
+    if hasattr(type_, "model_validate"):
+        return type_.model_validate(plain)
+    raise TypeError(f"{_name(type_)} cannot be read from JSON")
+
+
+def _name(type_: Any) -> str:
+    return getattr(type_, "__qualname__", None) or str(type_)

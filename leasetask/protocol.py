@@ -1,0 +1,392 @@
+"""The calls of schema.sql's functions: the only Python with SQL in it.
+
+Each function gives a `Query`: the statement and its parameters. Statements are constants, so that
+the driver can prepare them; JSON travels as text. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Generic, LiteralString, NamedTuple, TypeVar
+
+import msgspec
+
+from leasetask.model import (
+    Ack,
+    Checkpoint,
+    Claimed,
+    Fail,
+    Finish,
+    Note,
+    Release,
+    Suspend,
+    Swept,
+    TaskView,
+)
+
+T = TypeVar("T")
+
+SCHEMA_VERSION = 1
+CHANNEL = "leasetask"
+
+
+class Query(NamedTuple):
+    """A statement and its parameters, for any driver that takes `%s`."""
+
+    sql: LiteralString
+    params: Sequence[Any] = ()
+
+
+class Lane(NamedTuple):
+    """One (kind, version, priority) of the ready tasks, and where the last claim in it began."""
+
+    kind: str
+    version: int
+    priority: int
+    since: datetime
+
+
+class Item(NamedTuple, Generic[T]):
+    """One task's part of a batch."""
+
+    id: str
+    token: str
+    body: T
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else msgspec.json.encode(value).decode()
+
+
+# --- schema -------------------------------------------------------------------------------
+
+SCHEMA_EXISTS = Query("select to_regclass('leasetask.schema_version') is not null")
+SCHEMA_CURRENT = Query("select max(version) from leasetask.schema_version")
+TAKE_MIGRATION_LOCK = Query("select pg_advisory_xact_lock(hashtext('leasetask.migrate'))")
+BACKEND_PID = Query("select pg_backend_pid()")
+IS_READ_ONLY = Query("select pg_is_in_recovery()")
+LISTEN = Query("listen leasetask")
+PING = Query("select 1")
+
+
+# --- producers ----------------------------------------------------------------------------
+
+_ENQUEUE_MANY: LiteralString = """
+select ord, id::text, outcome, stored_input::text from leasetask.enqueue_many(
+  %s, %s::text[]::jsonb[], %s::text[], at => %s::timestamptz,
+  delay => make_interval(secs => %s::float8), priority => %s::smallint, version => %s::int,
+  max_attempts => %s::int, backoff_initial => %s::real, backoff_factor => %s::real,
+  backoff_max => %s::real, backoff_jitter => %s::real,
+  deadline => make_interval(secs => %s::float8))
+order by ord"""
+
+
+def enqueue_many(
+    kind: str,
+    inputs: Sequence[str],
+    keys: Sequence[str | None],
+    *,
+    at: datetime | None,
+    delay: float | None,
+    priority: int | None,
+    policy: KindPolicy | None,
+) -> Query:
+    """Rows: ord, id, outcome, stored input of a conflict."""
+    declared: tuple[Any, ...] = (None,) * 7
+    if policy is not None:
+        declared = (
+            policy.version,
+            policy.max_attempts,
+            policy.backoff_initial,
+            policy.backoff_factor,
+            policy.backoff_max,
+            policy.backoff_jitter,
+            policy.deadline,
+        )
+        priority = policy.priority if priority is None else priority
+    return Query(_ENQUEUE_MANY, (kind, list(inputs), list(keys), at, delay, priority, *declared))
+
+
+class KindPolicy(NamedTuple):
+    """What a declared kind brings along: numbers of its retry policy, in seconds."""
+
+    kind: str
+    version: int
+    priority: int
+    max_attempts: int
+    backoff_initial: float
+    backoff_factor: float
+    backoff_max: float
+    backoff_jitter: float
+    deadline: float | None
+
+
+def kind_is_declared(kind: str) -> Query:
+    """Rows: whether a worker has ever declared it."""
+    return Query("select exists (select from leasetask.kind where kind = %s)", (kind,))
+
+
+def signal(topic: str, payload: str | None, sticky: bool, notify: bool) -> Query:
+    """Rows: the signal's id. `notify`: no, if the caller is about to deliver it."""
+    return Query("select leasetask.signal(%s, %s::jsonb, %s, %s)", (topic, payload, sticky, notify))
+
+
+def clear_signal(topic: str) -> Query:
+    """Rows: whether there was a latch."""
+    return Query("select leasetask.clear_signal(%s)", (topic,))
+
+
+def cancel(task_id: str, reason: str | None) -> Query:
+    """Rows: canceled, compensating, requested or finished."""
+    return Query("select leasetask.cancel(%s::uuid, %s)", (task_id, reason))
+
+
+def retry(task_id: str) -> Query:
+    """No rows."""
+    return Query("select leasetask.retry(%s::uuid)", (task_id,))
+
+
+_VIEW: LiteralString = """
+select t.id::text, t.kind, t.handler_version, t.idempotency_key, t.status, t.priority, t.attempts,
+  t.max_attempts, t.runs, t.input, t.result, t.last_error,
+  array(select r.key from jsonb_each(leasetask.recorded_steps(t.id)) r
+        order by (r.value ->> 'n')::int) as steps,
+  coalesce(t.wait_name, (select o.key from jsonb_each(t.open_steps) o limit 1)) as current_step,
+  t.progress, t.wait_topic,
+  case when t.next_run_at < 'infinity' then t.next_run_at end as next_run_at, t.lease_owner,
+  t.lease_until, t.deadline, t.cancel_requested_at, t.cancel_reason, t.created_at, t.updated_at,
+  t.finished_at
+from leasetask.task t where t.id = %s::uuid"""
+
+
+def get(task_id: str) -> Query:
+    """Rows: what `task_view` reads."""
+    return Query(_VIEW, (task_id,))
+
+
+def task_view(row: Sequence[Any]) -> TaskView:
+    """Read a row of `get`."""
+    return TaskView(*row)
+
+
+# --- workers ------------------------------------------------------------------------------
+
+
+def declare_kinds(policies: Sequence[KindPolicy]) -> Query:
+    """No rows."""
+    columns = [list(column) for column in zip(*policies, strict=True)]
+    return Query(
+        "select leasetask.declare_kinds(%s::text[], %s::int[], %s::smallint[], %s::int[], "
+        "%s::real[], %s::real[], %s::real[], %s::real[], "
+        "(select array_agg(make_interval(secs => s) order by o) "
+        "from unnest(%s::float8[]) with ordinality as u (s, o)))",
+        columns,
+    )
+
+
+_CLAIM: LiteralString = """
+select id::text, kind, handler_version, idempotency_key, input, state, open_steps, stored_steps,
+  attempts, max_attempts, runs, lease_token::text, priority, next_run_at, created_at, deadline,
+  claimed_at, cancel_requested, compensating, last_error
+from leasetask.claim(%s, %s::text[], %s::int[], %s, make_interval(secs => %s), %s"""
+_CLAIM_HEADS: LiteralString = _CLAIM + ")"
+_CLAIM_LANES: LiteralString = _CLAIM + ", %s::smallint[], %s::timestamptz[])"
+
+
+def claim(
+    owner: str, pairs: Sequence[tuple[str, int]], n: int, lease: float, *, suspects: bool = False
+) -> Query:
+    """Rows: what `claimed` reads; a last one with a null id tells when the next task is due."""
+    kinds, versions = [k for k, _ in pairs], [v for _, v in pairs]
+    return Query(_CLAIM_HEADS, (owner, kinds, versions, n, lease, suspects))
+
+
+def claim_lanes(owner: str, lanes: Sequence[Lane], n: int, lease: float) -> Query:
+    """Rows: what `claimed` reads."""
+    kinds, versions, priorities, sinces = (list(column) for column in zip(*lanes, strict=True))
+    return Query(_CLAIM_LANES, (owner, kinds, versions, n, lease, False, priorities, sinces))
+
+
+def claimed(row: Sequence[Any]) -> Claimed:
+    """Read a row of `claim`."""
+    return Claimed(*row)
+
+
+def seconds_until_due(row: Sequence[Any]) -> float:
+    """Read the last row of `claim`, by the server's clock alone."""
+    due, now = row[13], row[16]
+    return max(0.0, float((due - now).total_seconds()))
+
+
+def stored_steps(task_id: str) -> Query:
+    """Rows: all records of a task, by step name."""
+    return Query("select leasetask.recorded_steps(%s::uuid)", (task_id,))
+
+
+def heartbeat(
+    ids: Sequence[str], tokens: Sequence[str], lease: float, progress: Sequence[str | None]
+) -> Query:
+    """Rows: ord, answer, cancel_requested."""
+    return Query(
+        "select ord, answer, cancel_requested from leasetask.heartbeat("
+        "%s::uuid[], %s::uuid[], make_interval(secs => %s), %s::text[]::jsonb[])",
+        (list(ids), list(tokens), lease, list(progress)),
+    )
+
+
+def checkpoint(items: Sequence[Item[Checkpoint]], lease: float) -> Query:
+    """Rows: ord, answer, cancel_requested, recorded."""
+    patches = [
+        "{" + ",".join(f"{_json(name)}:{record}" for name, record in i.body.records.items()) + "}"
+        for i in items
+    ]
+    return Query(
+        "select ord, answer, cancel_requested, recorded from leasetask.checkpoint("
+        "%s::uuid[], %s::uuid[], %s::text[]::jsonb[], make_interval(secs => %s), %s::int[])",
+        (
+            [i.id for i in items],
+            [i.token for i in items],
+            patches,
+            lease,
+            [i.body.compensations for i in items],
+        ),
+    )
+
+
+def note(items: Sequence[Item[Note]], lease: float) -> Query:
+    """Rows: ord, answer, cancel_requested."""
+    return Query(
+        "select ord, answer, cancel_requested from leasetask.note("
+        "%s::uuid[], %s::uuid[], %s::text[]::jsonb[], make_interval(secs => %s), %s::int[])",
+        (
+            [i.id for i in items],
+            [i.token for i in items],
+            [_json(i.body.notes) for i in items],
+            lease,
+            [i.body.compensations for i in items],
+        ),
+    )
+
+
+def finish(items: Sequence[Item[Finish]]) -> Query:
+    """Rows: ord, answer, status."""
+    return Query(
+        "select ord, answer, status from leasetask.finish("
+        "%s::uuid[], %s::uuid[], %s::text[]::jsonb[])",
+        ([i.id for i in items], [i.token for i in items], [i.body.result for i in items]),
+    )
+
+
+def suspend(items: Sequence[Item[Suspend]], now: float) -> Query:
+    """Rows: ord, answer, status. `now`: the local monotonic time that `Wait.until` counts in."""
+    waits = [i.body.wait for i in items]
+    return Query(
+        "select ord, answer, status from leasetask.suspend(%s::uuid[], %s::uuid[], %s::text[], "
+        "%s::text[], %s::int[], %s::text[], %s::float8[], null, %s::text[]::pg_snapshot[], "
+        "%s::text[]::jsonb[])",
+        (
+            [i.id for i in items],
+            [i.token for i in items],
+            [w.mode for w in waits],
+            [w.name for w in waits],
+            [w.seq for w in waits],
+            [w.topic for w in waits],
+            [None if w.until is None else max(0.0, w.until - now) for w in waits],
+            [w.snapshot for w in waits],
+            [_json(i.body.notes) for i in items],
+        ),
+    )
+
+
+def release(items: Sequence[Item[Release]]) -> Query:
+    """Rows: ord, answer, status."""
+    return Query(
+        "select ord, answer, status from leasetask.release("
+        "%s::uuid[], %s::uuid[], %s::float8[], %s::text[]::jsonb[], %s::text[]::jsonb[])",
+        (
+            [i.id for i in items],
+            [i.token for i in items],
+            [i.body.delay for i in items],
+            [_json(i.body.notes) for i in items],
+            [_json(i.body.error) for i in items],
+        ),
+    )
+
+
+def fail(items: Sequence[Item[Fail]]) -> Query:
+    """Rows: ord, answer, status."""
+    return Query(
+        "select ord, answer, status from leasetask.fail("
+        "%s::uuid[], %s::uuid[], %s::text[]::jsonb[], %s::bool[], %s::bool[])",
+        (
+            [i.id for i in items],
+            [i.token for i in items],
+            [_json(i.body.error) for i in items],
+            [i.body.retryable for i in items],
+            [i.body.outright for i in items],
+        ),
+    )
+
+
+def abandon(items: Sequence[Item[None]], seconds: float) -> Query:
+    """Rows: ord, answer."""
+    return Query(
+        "select ord, answer from leasetask.abandon(%s::uuid[], %s::uuid[], %s::float8)",
+        ([i.id for i in items], [i.token for i in items], seconds),
+    )
+
+
+def ack(row: Sequence[Any]) -> Ack:
+    """Read a row of checkpoint or note."""
+    return Ack(row[1], row[2], row[3] if len(row) > 3 else None)
+
+
+def end_ack(row: Sequence[Any]) -> Ack:
+    """Read a row of a call that ends a run."""
+    return Ack(row[1], status=row[2] if len(row) > 2 else None)
+
+
+SNAPSHOT = Query("select pg_current_snapshot()::text")
+
+
+# --- maintenance --------------------------------------------------------------------------
+
+
+def set_idle(owner: str, idle: bool) -> Query:
+    """No rows."""
+    return Query("select leasetask.set_idle(%s, %s)", (owner, idle))
+
+
+def sweep(n: int) -> Query:
+    """Rows: what `swept` reads."""
+    return Query("select id::text, kind, outcome, error from leasetask.sweep(%s)", (n,))
+
+
+def swept(row: Sequence[Any]) -> Swept:
+    """Read a row of `sweep`."""
+    return Swept(*row)
+
+
+def suspects(pairs: Sequence[tuple[str, int]]) -> Query:
+    """Rows: whether a suspect of these kinds waits to be run alone."""
+    return Query(
+        "select exists (select from leasetask.lanes(%s::text[], %s::int[], true))",
+        ([k for k, _ in pairs], [v for _, v in pairs]),
+    )
+
+
+UNDELIVERED = Query("select leasetask.undelivered_topics()")
+
+
+def deliver(topics: Sequence[str]) -> Query:
+    """Rows: topic, woken, again."""
+    return Query("select topic, woken, again from leasetask.deliver(%s::text[])", (list(topics),))
+
+
+def prune(age: float, signal_age: float, forget_keys: bool, n: int) -> Query:
+    """Rows: how many rows were touched."""
+    return Query(
+        "select leasetask.prune(make_interval(secs => %s), make_interval(secs => %s), %s, %s)",
+        (age, signal_age, forget_keys, n),
+    )

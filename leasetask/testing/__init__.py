@@ -1,0 +1,1 @@
+"""Tools for testing handlers on a real PostgreSQL."""

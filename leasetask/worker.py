@@ -1,0 +1,346 @@
+"""The worker: claims for its free slots, runs, commits, and drains when it is told to stop.
+
+It owns no rule of the protocol; it connects the parts that do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from leasetask import protocol
+from leasetask.branches import task_factory
+from leasetask.claimer import Claimer
+from leasetask.committer import Committer
+from leasetask.errors import ConfigurationError, LeaseLost, WorkerError
+from leasetask.execution import execute
+from leasetask.heartbeat import Heartbeat, Watchdog
+from leasetask.journal import Journal
+from leasetask.link import Link
+from leasetask.listener import listen
+from leasetask.maintenance import Maintenance
+from leasetask.model import Ack, Claimed, Fail, Lost, Outcome, Suspend
+from leasetask.payload import DEFAULT_LIMIT
+from leasetask.protocol import Item
+from leasetask.registry import Registry
+from leasetask.run import Run
+from leasetask.threads import Threads
+from leasetask.verbs import describe
+
+logger = logging.getLogger("leasetask")
+
+ROLES = ("worker", "sweep")
+
+_UNWIND = 1.0
+"""Seconds that handlers get to unwind once the grace is over."""
+
+_CERTAIN_END = 2.0
+"""Seconds after which an abandoned task's process is gone for certain."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """How a worker runs.
+
+    Attributes:
+        concurrency: tasks at the same time.
+        lease: seconds that a claim lasts without a heartbeat; a crash is noticed after it.
+        poll_interval: seconds between looks when nothing notifies.
+        grace: seconds that handlers may still run after a stop was asked for.
+        roles: `worker` runs tasks, `sweep` recovers expired leases.
+        spec: how a child process imports the App (`module:app`), to run suspects alone.
+        alone: run suspects only, one at a time, and end when there is none.
+    """
+
+    concurrency: int = 20
+    lease: float = 30.0
+    poll_interval: float = 1.0
+    grace: float = 30.0
+    roles: tuple[str, ...] = ROLES
+    payload_limit: int = DEFAULT_LIMIT
+    spec: str | None = None
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ConfigurationError("a worker's concurrency is at least 1")
+        if self.lease < 0.5:
+            raise ConfigurationError("a lease is at least 0.5 seconds")
+        if self.poll_interval <= 0 or self.grace < 0:
+            raise ConfigurationError("poll_interval is more than 0 seconds, grace at least 0")
+        unknown = set(self.roles) - set(ROLES)
+        if unknown or not self.roles:
+            raise ConfigurationError(f"roles are {ROLES}, not {tuple(self.roles)}")
+
+
+class Worker:
+    """One worker process's work; `serve` it in an event loop, `stop` it from anywhere."""
+
+    def __init__(self, registry: Registry, dsn: str, options: WorkerOptions) -> None:
+        self._registry = registry
+        self._dsn = dsn
+        self._options = options
+        self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+        self._runs: dict[str, Run] = {}
+        self._threads = Threads()
+        self._lost_threads = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stop_requested = False
+        self._hurry = False
+        self._fatal: BaseException | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self.started = False
+
+    # --- from outside ------------------------------------------------------------------------
+
+    def stop(self, *, hurry: bool = False) -> None:
+        """Claim no more, let handlers finish for the grace, hand the rest back.
+
+        Safe from any thread and from a signal handler. `hurry`, or a second call: no grace.
+        """
+        self._hurry = self._hurry or hurry or self._stop_requested
+        self._stop_requested = True
+        if self.started:
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def serve(self) -> None:
+        """Work until stopped.
+
+        Raises:
+            WorkerError: a part of the worker died, or too many handlers never end.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_task_factory(task_factory)
+        self._changed = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._claims = Link(self._dsn, "leasetask claim")
+        self._commits = Link(self._dsn, "leasetask commit")
+        chores, ears = Link(self._dsn, "leasetask chores"), Link(self._dsn, "leasetask listen")
+        self._committer = Committer(self._commits)
+        self._heartbeat = Heartbeat(self._dsn, self._options.lease, self._held, self._die)
+        watchdog = Watchdog(self._options.lease, self._held)
+        self._maintenance = Maintenance(
+            chores,
+            self._options.lease,
+            self._registry.policies() if "worker" in self._options.roles else (),
+            sweeps="sweep" in self._options.roles and not self._options.alone,
+            on_suspects=None if self._options.alone else self._run_suspects,
+        )
+        self.started = True
+        self._heartbeat.start()
+        watchdog.start()
+        services = [
+            self._service(self._committer.serve()),
+            self._service(self._maintenance.serve()),
+            self._service(listen(ears, self._hear)),
+        ]
+        if "worker" in self._options.roles:
+            services.append(self._service(self._claim_for_ever()))
+        try:
+            while not self._stop_requested:
+                await self._changed.wait()
+                self._changed.clear()
+            await self._drain()
+        finally:
+            for service in services:
+                service.cancel()
+            await asyncio.gather(*services, return_exceptions=True)
+            self._heartbeat.stop()
+            watchdog.stop()
+            self._threads.close()
+            for link in (self._claims, self._commits, chores, ears):
+                await link.close()
+        if self._fatal is not None:
+            raise WorkerError(f"worker {self.owner} ends: {self._fatal}") from self._fatal
+
+    def _service(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(coroutine)
+        task.add_done_callback(self._service_ended)
+        return task
+
+    def _service_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            error = task.exception()
+            assert error is not None
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        if self._fatal is None:
+            self._fatal = error
+            logger.critical("a part of the worker died: %r", error, exc_info=error)
+        self.stop(hurry=True)
+
+    def _held(self) -> Collection[Run]:
+        return list(self._runs.values())
+
+    def _hear(self, word: str) -> None:
+        if word == "task":
+            self._wake.set()
+        elif word == "signal":
+            self._maintenance.look_soon()
+        elif word == "cancel":
+            self._heartbeat.beat_soon()
+
+    # --- claiming ----------------------------------------------------------------------------
+
+    async def _claim_for_ever(self) -> None:
+        claimer = Claimer(
+            self._claims,
+            self.owner,
+            self._registry.pairs(),
+            lease=self._options.lease,
+            interval=self._options.poll_interval,
+            suspects=self._options.alone,
+        )
+        while not self._stop_requested:
+            free = self._options.concurrency - len(self._runs) - self._lost_threads
+            if free < 1 or not self._heartbeat.healthy:
+                await self._pause(self._options.poll_interval if free < 1 else 0.1)
+                continue
+            self._wake.clear()
+            sent_at = time.monotonic()
+            for claimed in await claimer.claim(free):
+                self._start(claimed, sent_at)
+            if self._options.alone and not self._runs:
+                self.stop()
+            pause = await claimer.settle()
+            if pause > 0:
+                await self._pause(pause)
+        await claimer.leave()
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        except TimeoutError:
+            return
+
+    def _start(self, claimed: Claimed, sent_at: float) -> None:
+        task = self._loop.create_task(self._run(claimed, sent_at))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- one task ------------------------------------------------------------------------------
+
+    async def _run(self, claimed: Claimed, sent_at: float) -> None:
+        kind = self._registry.find(claimed.kind, claimed.version)
+        assert kind is not None  # only declared pairs are claimed
+        records = claimed.state
+        run = Run(
+            claimed=claimed,
+            kind=kind,
+            journal=Journal(records, claimed.open_steps),
+            port=self._committer,
+            loop=self._loop,
+            payload_limit=self._options.payload_limit,
+            lease=kind.lease or self._options.lease,
+            lease_ends=sent_at + self._options.lease,
+            attempt=claimed.attempts,
+        )
+        self._runs[claimed.id] = run
+        try:
+            if claimed.stored_steps:
+                rows = await self._claims.ask(protocol.stored_steps(claimed.id))
+                run.journal = Journal(rows[0][0], claimed.open_steps)
+            outcome = await execute(run, self._threads)
+            await self._end(run, outcome)
+        finally:
+            del self._runs[claimed.id]
+            self._wake.set()
+
+    async def _end(self, run: Run, outcome: Outcome) -> None:
+        if isinstance(outcome, Lost):
+            logger.warning(
+                "%s: %s; nothing more of this run is recorded", run.label, outcome.reason
+            )
+            return
+        run.ending = True
+        try:
+            ack = await self._committer.end(run, outcome)
+        except LeaseLost as error:
+            logger.warning("%s", error)
+            return
+        except Exception as error:
+            refused = Fail(describe(error, run.attempt), retryable=True)
+            ack = await self._committer.end(run, refused)
+            outcome = refused
+        self._log(run, outcome, ack)
+        if isinstance(outcome, Suspend) and outcome.wait.topic is not None:
+            self._maintenance.deliver_soon(outcome.wait.topic)
+        if isinstance(outcome, Fail) and outcome.error["type"] == "RunTimeout":
+            self._count_lost_thread(run)
+
+    def _log(self, run: Run, outcome: Outcome, ack: Ack) -> None:
+        took = time.monotonic() - run.started
+        if isinstance(outcome, Fail):
+            logger.warning(
+                "%s: %s after %.3f s: %s: %s",
+                run.label,
+                ack.status,
+                took,
+                outcome.error["type"],
+                outcome.error["message"],
+            )
+        elif logger.isEnabledFor(logging.INFO):
+            logger.info("%s: %s after %.3f s", run.label, ack.status, took)
+
+    def _count_lost_thread(self, run: Run) -> None:
+        if run.kind.is_async:
+            return
+        run.lose("it ran longer than its timeout")
+        self._lost_threads += 1
+        if self._lost_threads > self._options.concurrency // 2:
+            self._die(
+                WorkerError(f"{self._lost_threads} threads are inside handlers past their timeout")
+            )
+
+    # --- suspects ------------------------------------------------------------------------------
+
+    async def _run_suspects(self) -> None:
+        """Let a child process with one slot run what may have killed a worker."""
+        if self._child is not None and self._child.poll() is None:
+            return
+        if self._options.spec is None:
+            logger.warning(
+                "tasks wait to be run alone, but this worker cannot tell a child process how to "
+                "import its App; run `leasetask worker MODULE:APP`"
+            )
+            return
+        command = [sys.executable, "-m", "leasetask", "worker", self._options.spec, "--alone"]
+        command += ["--lease", str(self._options.lease)]
+        environment = {**os.environ, "LEASETASK_DSN": self._dsn}
+        self._child = subprocess.Popen(command, env=environment)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        deadline = time.monotonic() + self._options.grace
+        if self._runs:
+            logger.info(
+                "stopping: %d tasks may finish for %s s", len(self._runs), self._options.grace
+            )
+        await self._until_empty(deadline)
+        for run in self._held():
+            run.hand_back()
+        await self._until_empty(time.monotonic() + _UNWIND, hurries=False)
+        left = [run for run in self._held() if run.lost is None]
+        if left:
+            items = [Item(run.claimed.id, run.claimed.token, None) for run in left]
+            logger.warning("stopping: %d tasks are still inside their handlers", len(left))
+            async with asyncio.timeout(_UNWIND):
+                await self._claims.ask(protocol.abandon(items, _CERTAIN_END))
+        if self._child is not None and self._child.poll() is None:
+            self._child.terminate()
+
+    async def _until_empty(self, deadline: float, *, hurries: bool = True) -> None:
+        while self._runs and time.monotonic() < deadline and not (hurries and self._hurry):
+            self._wake.clear()
+            await self._pause(min(0.1, max(0.001, deadline - time.monotonic())))

@@ -1,0 +1,42 @@
+"""Every test runs on a real PostgreSQL; `make soak` sets LEASETASK_SOAK for the full numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from leasetask.testing.server import Databases, found_server
+
+SOAK = bool(os.environ.get("LEASETASK_SOAK"))
+
+
+@pytest.fixture(scope="session")
+def databases() -> Iterator[Databases]:
+    with found_server() as server:
+        databases = Databases(server)
+        yield databases
+        databases.close()
+
+
+@pytest.fixture
+def dsn(databases: Databases) -> Iterator[str]:
+    """A migrated database of the test's own."""
+    with databases.fresh() as dsn:
+        yield dsn
+
+
+@pytest.fixture
+def db(dsn: str) -> Iterator[psycopg.Connection]:
+    """A connection to the test's database, in autocommit."""
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        yield conn
+
+
+@pytest.fixture
+def empty_dsn(databases: Databases) -> Iterator[str]:
+    """A database without the schema."""
+    with databases.fresh(migrated=False) as dsn:
+        yield dsn
