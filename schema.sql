@@ -868,7 +868,7 @@ begin
       attempts = greatest(t.attempts - 1, 0),
       next_run_at = now_ + make_interval(secs => coalesce(i.delay, 0)),
       open_steps = t.open_steps || coalesce(i.note, '{}'),
-      last_error = coalesce(i.error, t.last_error),
+      last_error = case when t.compensating is null then coalesce(i.error, t.last_error) else t.last_error end,
       released_token = t.lease_token,
       lease_owner = null, lease_until = null, lease_token = null,
       abandoned = false,
@@ -934,7 +934,7 @@ begin
       next_run_at = now_ + coalesce(
         make_interval(secs => i.delay),
         leasetask.backoff(t.attempts, t.backoff_initial, t.backoff_factor, t.backoff_max, t.backoff_jitter)),
-      last_error = i.error,
+      last_error = case when t.compensating is null then i.error else t.last_error end,
       released_token = t.lease_token,
       lease_owner = null, lease_until = null, lease_token = null,
       abandoned = false,

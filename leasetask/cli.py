@@ -206,24 +206,28 @@ def worker(
 
 
 def _serve(running: Worker) -> None:
-    """Serve until told to stop, then leave at once: a thread inside a handler must not hold us."""
+    """Serve until told to stop, then leave at once.
 
-    async def serve() -> None:
+    What is still inside a thread or refuses to be cancelled has been given to the sweep; waiting
+    for it, as the interpreter and asyncio do, would overlap with its next run.
+    """
+
+    async def serve() -> NoReturn:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signals.SIGTERM, running.stop)
         loop.add_signal_handler(signals.SIGINT, lambda: running.stop(hurry=True))
-        await running.serve()
+        status = 0
+        try:
+            await running.serve()
+        except LeaseTaskError as error:
+            click.echo(f"leasetask: {error}", err=True)
+            status = REFUSED
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
-    status = 0
-    try:
-        asyncio.run(serve())
-    except LeaseTaskError as error:
-        click.echo(f"leasetask: {error}", err=True)
-        status = REFUSED
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    asyncio.run(serve())
 
 
 @cli.command()

@@ -80,17 +80,29 @@ class StepFailed(LeaseTaskError):
 
     Attributes:
         step: the step's name.
+        number: the record's place among the task's records.
         error: the last failure as recorded: `type`, `message`, `traceback`, `attempt`, `at`.
     """
 
-    def __init__(self, step: str, error: dict[str, object]) -> None:
+    def __init__(self, step: str, number: int, error: dict[str, object]) -> None:
         super().__init__(f"step {step!r} failed: {error.get('type')}: {error.get('message')}")
         self.step = step
+        self.number = number
         self.error = error
 
 
 class SignalTimeout(LeaseTaskError, TimeoutError):
-    """No signal came within the `timeout` of `wait_signal`; recorded, and replayed as such."""
+    """No signal came within the `timeout` of `wait_signal`; recorded, and replayed as such.
+
+    Attributes:
+        step: the wait's name.
+        number: the record's place among the task's records.
+    """
+
+    def __init__(self, message: str, *, step: str, number: int) -> None:
+        super().__init__(message)
+        self.step = step
+        self.number = number
 
 
 class TaskCanceled(LeaseTaskError):

@@ -17,7 +17,7 @@ from leasetask.errors import (
     NonRetryable,
     PayloadError,
     ReplayError,
-    RunTimeout,
+    SignalTimeout,
     StepFailed,
     SuspensionSwallowed,
     TaskCanceled,
@@ -32,6 +32,8 @@ from leasetask.verbs import describe
 async def execute(run: Run, threads: Threads) -> Outcome:
     """Run a claimed task's handler until it returns, raises, waits, or may not go on."""
     kind = run.kind
+    if run.handing_back:
+        return Release()
     try:
         value = convert(run.claimed.input, kind.input_type, what=f"stored input of {kind.name}")
     except PayloadError as error:
@@ -54,14 +56,11 @@ async def _execute_async(run: Run, value: Any) -> Outcome:
     token = current_run.set(run)
     result, error = None, None
     try:
-        async with asyncio.timeout(run.kind.timeout) as limit:
-            context = AsyncContext(run)
-            arguments = (context, value) if run.kind.takes_input else (context,)
-            result = await run.kind.handler(*arguments)
+        context = AsyncContext(run)
+        arguments = (context, value) if run.kind.takes_input else (context,)
+        result = await verbs.within(run.kind.timeout, run.kind.handler(*arguments), run.label)
     except BaseException as raised:
         error = raised
-        if isinstance(raised, TimeoutError) and limit.expired():
-            error = RunTimeout(f"{run.label} ran longer than {run.kind.timeout} s")
     finally:
         current_run.reset(token)
         run.interrupt = None
@@ -209,8 +208,9 @@ def _raised(run: Run, error: BaseException) -> Outcome:
         if isinstance(leaf, ReplayError):
             return Fail(describe(leaf, run.attempt), retryable=False, outright=True)
     for leaf in leaves:
-        if isinstance(leaf, StepFailed):
-            details = {"step": leaf.step, "n": leaf.error["n"]}
+        if isinstance(leaf, StepFailed | SignalTimeout):
+            # `n` tells the operator's retry from which record on to begin again.
+            details = {"step": leaf.step, "n": leaf.number}
             return Fail({**describe(leaf, run.attempt), **details}, retryable=False)
     final = any(isinstance(leaf, NonRetryable | ConfigurationError) for leaf in leaves)
     return Fail(describe(error, run.attempt), retryable=not final)

@@ -24,7 +24,7 @@ class Heartbeat(threading.Thread):
 
     Args:
         dsn: the server.
-        lease: seconds; a beat is sent every third of it.
+        lease: the shortest lease, in seconds; a beat is sent every third of it.
         runs: gives the runs that this worker holds.
         on_death: called with the error if the thread cannot go on.
     """
@@ -92,8 +92,9 @@ class Heartbeat(threading.Thread):
                 logger.warning("heartbeat: leases are renewed again")
 
     def _beat(self) -> None:
-        runs = sorted(self._runs(), key=lambda run: run.lease)
-        runs = [run for run in runs if run.lost is None]
+        # One item per task: one that came back to this worker may still have an old run.
+        newest = {run.claimed.id: run for run in self._runs() if run.lost is None}
+        runs = sorted(newest.values(), key=lambda run: run.lease)
         if not runs and self._failing_since is None:
             return
         if self._conn is None:

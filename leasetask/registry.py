@@ -137,6 +137,10 @@ class Registry:
         """Return every (kind, version) that can be claimed."""
         return sorted(self._by_pair)
 
+    def kinds(self) -> Iterable[Kind]:
+        """Return the declared kinds, each once."""
+        return self._by_handler.values()
+
     def policies(self) -> Iterable[KindPolicy]:
         """Return the policy of each pair."""
         return [self._by_pair[pair].policy(pair[1]) for pair in self.pairs()]

@@ -12,7 +12,7 @@ import logging
 import random
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -86,6 +86,19 @@ async def drive_async(run: Run, verb: Verb[T]) -> T:
             resume, value = verb.throw, error
 
 
+async def within(seconds: float | None, awaitable: Awaitable[T], what: str) -> T:
+    """Await something for so many seconds at the most; raises RunTimeout."""
+    if seconds is None:
+        return await awaitable
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await awaitable
+    except TimeoutError as error:
+        if limit.expired():
+            raise RunTimeout(f"{what} ran longer than its timeout of {seconds} s") from error
+        raise
+
+
 # --- operations ----------------------------------------------------------------------------
 
 
@@ -132,13 +145,10 @@ class Body:
         """A `def` body runs in the event loop, as any function that a coroutine calls."""
         token = _in_body.set(True)
         try:
-            async with asyncio.timeout(self.timeout) as limit:
-                value = self.function(*self.args, **self.kwargs)
-                return await value if inspect.isawaitable(value) else value
-        except TimeoutError as error:
-            if limit.expired():
-                raise RunTimeout(f"a step ran longer than {self.timeout} s") from error
-            raise
+            value = self.function(*self.args, **self.kwargs)
+            if inspect.isawaitable(value):
+                value = await within(self.timeout, value, "a step")
+            return value
         finally:
             _in_body.reset(token)
 
@@ -277,7 +287,7 @@ def _compare_arguments(run: Run, name: str, record: Record, arguments: str | Non
 
 def _replay(name: str, record: Record, type_: Any) -> Verb[Any]:
     if "error" in record:
-        raise StepFailed(name, {**record["error"], "n": record["n"]})
+        raise StepFailed(name, record["n"], record["error"])
     if "cancelled" in record:
         yield AwaitCancellation()
     return convert(record["ok"], type_, what=f"recorded result of step {name!r}")
@@ -329,7 +339,7 @@ def _failed(run: Run, name: str, error: Exception, options: StepOptions) -> Verb
         yield Stand(StepRetry(name, delay, note))
     number = run.journal.next_number()
     yield Send(Checkpoint({name: _json({"n": number, "error": described, "tries": tries})}))
-    raise StepFailed(name, {**described, "n": number}) from error
+    raise StepFailed(name, number, described) from error
 
 
 def describe(error: BaseException, attempt: int) -> Record:
@@ -379,7 +389,8 @@ def wait_signal(
         yield _stand_at(run, Wait("signal", name, topic=topic), timeout)
         raise AssertionError("a stand never returns")
     if "timeout" in record:
-        raise SignalTimeout(f"task {run.claimed.id}: no signal on {topic!r} in time ({name!r})")
+        message = f"task {run.claimed.id}: no signal on {topic!r} in time ({name!r})"
+        raise SignalTimeout(message, step=name, number=record["n"])
     return convert(record["ok"], type_, what=f"signal on {topic!r}")
 
 

@@ -43,6 +43,9 @@ ROLES = ("worker", "sweep")
 _UNWIND = 1.0
 """Seconds that handlers get to unwind once the grace is over."""
 
+_CLAIM_ENDS = 5.0
+"""Seconds that a claim on its way is waited for when the worker stops."""
+
 _CERTAIN_END = 2.0
 """Seconds after which an abandoned task's process is gone for certain."""
 
@@ -110,7 +113,11 @@ class Worker:
         self._hurry = self._hurry or hurry or self._stop_requested
         self._stop_requested = True
         if self.started:
-            self._loop.call_soon_threadsafe(self._changed.set)
+            self._loop.call_soon_threadsafe(self._notice_stop)
+
+    def _notice_stop(self) -> None:
+        self._changed.set()
+        self._wake.set()
 
     async def serve(self) -> None:
         """Work until stopped.
@@ -126,8 +133,10 @@ class Worker:
         self._commits = Link(self._dsn, "leasetask commit")
         chores, ears = Link(self._dsn, "leasetask chores"), Link(self._dsn, "leasetask listen")
         self._committer = Committer(self._commits)
-        self._heartbeat = Heartbeat(self._dsn, self._options.lease, self._held, self._die)
-        watchdog = Watchdog(self._options.lease, self._held)
+        leases = [kind.lease for kind in self._registry.kinds() if kind.lease is not None]
+        shortest = min([self._options.lease, *leases])
+        self._heartbeat = Heartbeat(self._dsn, shortest, self._held, self._die)
+        watchdog = Watchdog(shortest, self._held)
         self._maintenance = Maintenance(
             chores,
             self._options.lease,
@@ -149,7 +158,7 @@ class Worker:
             while not self._stop_requested:
                 await self._changed.wait()
                 self._changed.clear()
-            await self._drain()
+            await self._drain(services[3:])
         finally:
             for service in services:
                 service.cancel()
@@ -209,7 +218,7 @@ class Worker:
             self._wake.clear()
             sent_at = time.monotonic()
             for claimed in await claimer.claim(free):
-                self._start(claimed, sent_at)
+                self._start(self._run_of(claimed, sent_at))
             if self._options.alone and not self._runs:
                 self.stop()
             pause = await claimer.settle()
@@ -223,37 +232,40 @@ class Worker:
         except TimeoutError:
             return
 
-    def _start(self, claimed: Claimed, sent_at: float) -> None:
-        task = self._loop.create_task(self._run(claimed, sent_at))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    # --- one task ------------------------------------------------------------------------------
-
-    async def _run(self, claimed: Claimed, sent_at: float) -> None:
+    def _run_of(self, claimed: Claimed, sent_at: float) -> Run:
         kind = self._registry.find(claimed.kind, claimed.version)
         assert kind is not None  # only declared pairs are claimed
-        records = claimed.state
-        run = Run(
+        return Run(
             claimed=claimed,
             kind=kind,
-            journal=Journal(records, claimed.open_steps),
+            journal=Journal(claimed.state, claimed.open_steps),
             port=self._committer,
             loop=self._loop,
             payload_limit=self._options.payload_limit,
             lease=kind.lease or self._options.lease,
             lease_ends=sent_at + self._options.lease,
             attempt=claimed.attempts,
+            handing_back=self._stop_requested,
         )
-        self._runs[claimed.id] = run
+
+    def _start(self, run: Run) -> None:
+        # By token: a task that came back to this worker may still have an old run in a thread.
+        self._runs[run.claimed.token] = run
+        task = self._loop.create_task(self._run(run))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- one task ------------------------------------------------------------------------------
+
+    async def _run(self, run: Run) -> None:
         try:
-            if claimed.stored_steps:
-                rows = await self._claims.ask(protocol.stored_steps(claimed.id))
-                run.journal = Journal(rows[0][0], claimed.open_steps)
+            if run.claimed.stored_steps:
+                rows = await self._claims.ask(protocol.stored_steps(run.claimed.id))
+                run.journal = Journal(rows[0][0], run.claimed.open_steps)
             outcome = await execute(run, self._threads)
             await self._end(run, outcome)
         finally:
-            del self._runs[claimed.id]
+            del self._runs[run.claimed.token]
             self._wake.set()
 
     async def _end(self, run: Run, outcome: Outcome) -> None:
@@ -321,12 +333,16 @@ class Worker:
 
     # --- the end -------------------------------------------------------------------------------
 
-    async def _drain(self) -> None:
+    async def _drain(self, claiming: list[asyncio.Task[None]]) -> None:
+        """Let handlers finish, hand back what has not, leave what is inside a thread to the sweep."""
         deadline = time.monotonic() + self._options.grace
         if self._runs:
             logger.info(
                 "stopping: %d tasks may finish for %s s", len(self._runs), self._options.grace
             )
+        if claiming:
+            # A claim on its way holds tasks that we do not know of yet.
+            await asyncio.wait(claiming, timeout=_CLAIM_ENDS)
         await self._until_empty(deadline)
         for run in self._held():
             run.hand_back()
@@ -335,8 +351,11 @@ class Worker:
         if left:
             items = [Item(run.claimed.id, run.claimed.token, None) for run in left]
             logger.warning("stopping: %d tasks are still inside their handlers", len(left))
-            async with asyncio.timeout(_UNWIND):
-                await self._claims.ask(protocol.abandon(items, _CERTAIN_END))
+            try:
+                async with asyncio.timeout(_UNWIND):
+                    await self._claims.ask(protocol.abandon(items, _CERTAIN_END))
+            except TimeoutError:
+                logger.warning("stopping: the database is away; their leases run out by themselves")
         if self._child is not None and self._child.poll() is None:
             self._child.terminate()
 

@@ -1,0 +1,31 @@
+# Every target does its own set-up: a machine with Python 3.11+, git and make is enough.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: test demo check soak clean
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+test: check
+	$(BIN)/pytest
+
+demo: $(READY)
+	$(BIN)/leasetask demo
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+soak: $(READY)
+	LEASETASK_SOAK=1 $(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,147 @@
+"""Ingest files: hash each one, copy it, verify the copy, record it; once, whatever crashes.
+
+    export LEASETASK_DSN=postgresql://localhost/media
+    leasetask migrate
+    python examples/ingest.py ~/Pictures /mnt/archive     # one task per file
+    leasetask worker examples/ingest.py:app               # as many of these as you like
+
+`leasetask demo` runs this very handler, and kills a worker in the middle of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+
+from leasetask import App, Context, NonRetryable, Retry
+
+CHUNK = 1024 * 1024
+TABLE = """
+    create table if not exists ingested (
+      task_id  uuid primary key,
+      source   text not null,
+      target   text not null,
+      sha256   text not null,
+      at       timestamptz not null default now()
+    )
+"""
+
+app = App()
+
+
+@dataclass
+class Media:
+    """A task's input: the file to copy, and where to."""
+
+    source: str
+    target: str
+
+
+@dataclass
+class Ingested:
+    """A task's result."""
+
+    target: str
+    sha256: str
+
+
+@app.task(retry=Retry(max_attempts=3))
+def ingest(ctx: Context, media: Media) -> Ingested:
+    """Bring one file in.
+
+    After a crash another worker runs this again from the top: a step that is recorded gives its
+    result without running, so the work goes on where it stood. A step that was cut off runs again,
+    and has to be written for that.
+    """
+    sha256 = ctx.step("hash", digest, ctx, media.source)
+    target = ctx.step("copy", copy, ctx, media.source, media.target, compensate=delete)
+    ctx.step("verify", verify, ctx, target, sha256)
+    ctx.step("record", record, ctx.task_id, media.source, target, sha256)
+    return Ingested(target, sha256)
+
+
+def digest(ctx: Context, path: str) -> str:
+    """Hash a file."""
+    sha256 = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while chunk := file.read(CHUNK):
+            ctx.check()
+            sha256.update(chunk)
+    return sha256.hexdigest()
+
+
+def copy(ctx: Context, source: str, target: str) -> str:
+    """Copy a file to a name of this run's own, and rename it when it is whole."""
+    goal = Path(target)
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    parts = [goal.with_name(f".{ctx.task_id}-{run}.part") for run in range(1, ctx.run + 1)]
+    try:
+        with Path(source).open("rb") as reader, parts[-1].open("wb") as writer:
+            size = os.fstat(reader.fileno()).st_size
+            while chunk := reader.read(CHUNK):
+                ctx.check()  # raises when the lease is lost or a cancel was asked for
+                writer.write(chunk)
+                ctx.progress(writer.tell() / max(size, writer.tell()), goal.name)
+            writer.flush()
+            os.fsync(writer.fileno())
+        parts[-1].replace(goal)
+        sync_folder(goal.parent)  # once it is recorded, a power cut may not take it back
+    finally:
+        for part in parts:  # ours if we could not finish, and what killed runs left
+            part.unlink(missing_ok=True)
+    return target
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename inside a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def delete(target: str) -> None:
+    """Take a copy back: its task was canceled or failed, so nothing will refer to it."""
+    Path(target).unlink(missing_ok=True)
+
+
+def verify(ctx: Context, target: str, sha256: str) -> None:
+    """Read the copy back; a bad one stays bad, however often it is read."""
+    if digest(ctx, target) != sha256:
+        raise NonRetryable(f"{target} differs from what was read")
+
+
+def record(task_id: str, source: str, target: str, sha256: str) -> None:
+    """Write the business row; keyed by the task, so that a second run adds nothing."""
+    with psycopg.connect(app.dsn) as db:
+        db.execute(
+            "insert into ingested values (%s, %s, %s, %s) on conflict do nothing",
+            (task_id, source, target, sha256),
+        )
+
+
+def media_in(folder: Path, target: Path) -> Iterator[Media]:
+    """Give the files of a folder, each with its place in the target folder."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield Media(str(path), str(target / path.relative_to(folder)))
+
+
+def main(folder: Path, target: Path) -> None:
+    """Enqueue a folder; again later, for what is new in it: the key names a file's task."""
+    with psycopg.connect(app.dsn) as db:  # one transaction: the table and all tasks, or nothing
+        db.execute(TABLE)
+        found = media_in(folder.resolve(), target.resolve())
+        tasks = app.enqueue_many(ingest, found, key=lambda media: media.target, conn=db)
+    print(f"{sum(task.outcome == 'new' for task in tasks)} new of {len(tasks)} files")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,149 @@
+"""Handlers whose worker is killed, frozen or held up while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import time
+
+from ledger import hold, note
+
+from leasetask import App, AsyncContext, Context, LeaseLost
+
+app = App()
+
+
+def _work(number: int) -> int:
+    note(f"step {number}")
+    return number
+
+
+@app.task
+def five(ctx: Context) -> int:
+    """Five steps; the first run stands still after the third."""
+    total = sum(ctx.step(f"step-{n}", _work, n) for n in (1, 2, 3))
+    if ctx.run == 1:
+        note("stands after step 3")
+        hold("never")
+    return total + sum(ctx.step(f"step-{n}", _work, n) for n in (4, 5))
+
+
+@app.task
+async def five_async(ctx: AsyncContext) -> int:
+    total = 0
+    for n in (1, 2, 3):
+        total += await ctx.step(f"step-{n}", _work, n)
+    if ctx.run == 1:
+        note("stands after step 3")
+        await asyncio.sleep(3600)
+    for n in (4, 5):
+        total += await ctx.step(f"step-{n}", _work, n)
+    return total
+
+
+# --- frozen past the lease -------------------------------------------------------------------
+
+
+def _held(where: str, run: int) -> str:
+    note(f"{where}: run {run}")
+    if run == 1:
+        hold("thaw")
+    return f"run {run}"
+
+
+@app.task
+def frozen_in_step(ctx: Context) -> str:
+    try:
+        return ctx.step("only", _held, "in a step", ctx.run)
+    except LeaseLost:
+        note("in a step: told of the loss")
+        raise
+
+
+@app.task
+def frozen_between(ctx: Context) -> str:
+    _held("between", ctx.run)
+    try:
+        ctx.check()
+        ctx.step("after", note, "between: a step after the loss" if ctx.run == 1 else "between: ok")
+    except LeaseLost:
+        note("between: told of the loss")
+        raise
+    return f"run {ctx.run}"
+
+
+@app.task
+def frozen_at_end(ctx: Context) -> str:
+    return _held("at the end", ctx.run)
+
+
+@app.task
+async def frozen_async(ctx: AsyncContext) -> str:
+    note(f"async: run {ctx.run}")
+    if ctx.run == 1:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            note("async: told of the loss")
+            raise
+    return f"run {ctx.run}"
+
+
+@app.task
+def outlived(ctx: Context, seconds: float) -> str:
+    """The first run ends only once the second, in the same process, has begun."""
+    note(f"run {ctx.run} begins")
+    if ctx.run == 1:
+        hold("second")
+    else:
+        time.sleep(seconds)
+    note(f"run {ctx.run} ends")
+    return f"run {ctx.run}"
+
+
+# --- longer than the lease ---------------------------------------------------------------------
+
+
+@app.task
+def sleeps(ctx: Context, seconds: float) -> str:
+    note("begins")
+    time.sleep(seconds)
+    note("ends")
+    return "slept"
+
+
+@app.task
+async def blocks_the_loop(ctx: AsyncContext, seconds: float) -> str:
+    note("begins")
+    time.sleep(seconds)
+    note("ends")
+    return "blocked"
+
+
+@app.task
+async def spins(ctx: AsyncContext, seconds: float) -> str:
+    note("begins")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+    note("ends")
+    return "spun"
+
+
+@app.task
+def holds_the_gil(ctx: Context, seconds: int) -> str:
+    """A C call that does not release the interpreter's lock; the second run is quick."""
+    note(f"run {ctx.run} begins")
+    if ctx.run == 1:
+        ctypes.PyDLL(None).sleep(seconds)
+    note(f"run {ctx.run} ends")
+    return f"run {ctx.run}"
+
+
+@app.task(lease=0.6)
+def short_lease(ctx: Context, seconds: float) -> str:
+    """A kind whose lease is shorter than its worker's."""
+    note("begins")
+    time.sleep(seconds)
+    note("ends")
+    return "slept"

@@ -1,0 +1,350 @@
+"""Workers that die, freeze or are busy past their lease: real processes, counted in a file."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from conftest import SOAK
+from support import (
+    Fleet,
+    column,
+    enqueue,
+    statuses,
+    wait_for_end,
+    wait_for_status,
+    wait_until,
+)
+
+from leasetask import App, LeaseTaskError
+from leasetask.worker import WorkerOptions
+
+Db = psycopg.Connection[Any]
+LEASE = 1.0
+
+
+@pytest.fixture
+def fleet(dsn: str, tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(dsn, tmp_path) as fleet:
+        yield fleet
+
+
+def lease_is_out(db: Db, task_id: str) -> bool:
+    return bool(column(db, "lease_until < clock_timestamp()", task_id))
+
+
+# --- SIGKILL -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["five", "five_async"])
+def test_h17_a_task_goes_on_at_step_4_after_kill_9(db: Db, fleet: Fleet, kind: str) -> None:
+    """H17: killed after step 3, another worker is at step 4 within lease + 2 s; each step ran once."""
+    task = enqueue(db, kind)
+    first = fleet.start("recovery", lease=LEASE)
+    fleet.ledger.wait_for("stands after step 3")
+    fleet.start("recovery", lease=LEASE)
+    killed_at = time.monotonic()
+    first.kill()
+    resumed = fleet.ledger.wait_for("step 4")
+    assert resumed.at - killed_at < LEASE + 2
+    assert resumed.pid != first.pid
+    wait_for_status(db, task, "succeeded")
+    assert [fleet.ledger.count(f"step {n}") for n in (1, 2, 3, 4, 5)] == [1] * 5
+    assert column(db, "result", task) == 15
+    assert column(db, "runs", task) == 2
+
+
+def test_h09_a_restarted_worker_is_somebody_else(db: Db, fleet: Fleet) -> None:
+    """H09: after kill -9 the same command on the same host has a new identity.
+
+    It neither adopts nor renews the old lease: that runs out and is swept.
+    """
+    task = enqueue(db, "five")
+    first = fleet.start("recovery", lease=LEASE)
+    fleet.ledger.wait_for("stands after step 3")
+    owner = column(db, "lease_owner", task)
+    token = column(db, "lease_token", task)
+    first.kill()
+    fleet.start("recovery", lease=LEASE)
+    wait_until(lambda: column(db, "lease_token", task) != token)
+    error = column(db, "last_error", task)
+    assert error["type"] == "LeaseExpired"
+    assert owner in error["message"]
+    wait_for_status(db, task, "succeeded")
+    assert column(db, "runs", task) == 2
+
+
+def test_h09_no_two_workers_have_one_name(dsn: str) -> None:
+    """H09: also in one process, where host and pid are the same."""
+    app = App(dsn)
+    owners = {app.worker(WorkerOptions()).owner for _ in range(100)}
+    assert len(owners) == 100
+
+
+def test_h10_a_fleet_sweeps_for_another(db: Db, fleet: Fleet) -> None:
+    """H10: a worker that cannot run a kind recovers its tasks for those that can."""
+    task = enqueue(db, "five")
+    first = fleet.start("recovery", lease=LEASE)
+    fleet.ledger.wait_for("stands after step 3")
+    fleet.start("noop", lease=LEASE)
+    first.kill()
+    wait_for_status(db, task, "pending")
+    assert column(db, "attempts", task) == 1
+    fleet.start("recovery", lease=LEASE)
+    wait_for_status(db, task, "succeeded")
+
+
+# --- a handler that kills its worker -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_attempts", [1, 3] if not SOAK else [1, 2, 3, 5])
+def test_h12_a_killer_dies_alone(db: Db, fleet: Fleet, max_attempts: int) -> None:
+    """H12: a handler that kills its process ends dead after at most max_attempts + 2 runs.
+
+    The forty-nine claimed with it succeed, whatever budget they have; the test restarts the worker
+    whenever it dies.
+    """
+    policy = {"max_attempts": max_attempts, "backoff_initial": 0.05}
+    with db.transaction():
+        healthy = [enqueue(db, "bystander", f"{n}", **policy) for n in range(24)]
+        killer = enqueue(db, "killer", **policy)
+        healthy += [enqueue(db, "bystander", f"{n}", **policy) for n in range(24, 49)]
+    options = ("killer", "--concurrency", "50")
+    worker = fleet.start(*options, lease=LEASE)
+    deaths = 0
+
+    def ended() -> bool:
+        nonlocal worker, deaths
+        if worker.ended():
+            deaths += 1
+            worker = fleet.start(*options, lease=LEASE)
+        return column(db, "status", killer) == "dead" and statuses(db).get("succeeded") == 49
+
+    wait_until(ended, 90, f"{statuses(db)}")
+    assert statuses(db) == {"succeeded": 49, "dead": 1}
+    assert fleet.ledger.count("killer") <= max_attempts + 2
+    assert column(db, "attempts", killer) == max_attempts
+    assert deaths <= 2, "a suspect ran in the company of others"
+    assert all(column(db, "runs", task) <= 3 for task in healthy)
+
+
+# --- SIGSTOP -------------------------------------------------------------------------------------
+
+FROZEN = {
+    "frozen_in_step": "in a step",
+    "frozen_between": "between",
+    "frozen_at_end": "at the end",
+    "frozen_async": "async",
+}
+
+
+def test_a_frozen_worker_is_refused_and_learns_of_it(db: Db, fleet: Fleet) -> None:
+    """Must show (c), and H02 with real processes: SIGSTOP past the lease, another finishes, SIGCONT.
+
+    The first one's checkpoint and completion are refused, its handlers are told: in a step's body,
+    between steps, at the end, and in an async body.
+    """
+    tasks = {kind: enqueue(db, kind) for kind in FROZEN}
+    first = fleet.start("recovery", lease=LEASE)
+    for where in FROZEN.values():
+        fleet.ledger.wait_for(f"{where}: run 1")
+    first.freeze()
+    fleet.start("recovery", lease=LEASE)
+    assert wait_for_end(db) == {"succeeded": len(FROZEN)}
+    before = db.execute("select to_jsonb(t) from leasetask.task t order by id").fetchall()
+
+    fleet.gate("thaw").touch()
+    first.thaw()
+    for where in ("in a step", "between", "async"):
+        told = fleet.ledger.wait_for(f"{where}: told of the loss")
+        assert told.pid == first.pid
+    for kind, task in tasks.items():
+        wait_until(lambda kind=kind, task=task: f"{kind} {task}: " in first.log, 10, "for the log")
+        assert column(db, "result", task) == "run 2"
+    assert fleet.ledger.count("between: a step after the loss") == 0
+    after = db.execute("select to_jsonb(t) from leasetask.task t order by id").fetchall()
+    assert after == before
+    assert not first.ended()
+
+
+def test_a_worker_that_claims_again_what_it_lost_keeps_it(db: Db, fleet: Fleet) -> None:
+    """H02, one process: the old run, still in its thread, ends while the new one goes on.
+
+    The end of the old run is refused and takes nothing of the new one with it: that is renewed for
+    three leases more, and runs once.
+    """
+    task = enqueue(db, "outlived", 3 * LEASE)
+    worker = fleet.start("recovery", lease=LEASE)
+    fleet.ledger.wait_for("run 1 begins")
+    worker.freeze()
+    wait_until(lambda: lease_is_out(db, task))
+    db.execute("select from leasetask.sweep()")
+    worker.thaw()
+    fleet.ledger.wait_for("run 2 begins")
+    fleet.gate("second").touch()
+    fleet.ledger.wait_for("run 1 ends")
+    wait_for_status(db, task, "succeeded")
+    assert column(db, "result", task) == "run 2"
+    assert column(db, "runs", task) == 2
+    assert "died" not in worker.log
+
+
+# --- busy past the lease ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["blocks_the_loop", "spins"])
+def test_h07_a_blocked_loop_keeps_its_lease(db: Db, fleet: Fleet, kind: str) -> None:
+    """H07: time.sleep(3 leases) in an async handler, and a busy loop: one run."""
+    task = enqueue(db, kind, 3 * LEASE)
+    fleet.start("recovery", lease=LEASE)
+    fleet.ledger.wait_for("begins")
+    fleet.start("recovery", lease=LEASE)
+    wait_for_status(db, task, "succeeded")
+    assert (fleet.ledger.count("begins"), column(db, "runs", task)) == (1, 1)
+
+
+def test_h07_a_call_that_holds_the_gil_may_lose_its_lease(db: Db, fleet: Fleet) -> None:
+    """H07: no thread can renew meanwhile; the completion is refused, a warning names the task."""
+    task = enqueue(db, "holds_the_gil", 4)
+    first = fleet.start("recovery", lease=LEASE)
+    fleet.ledger.wait_for("run 1 begins")
+    fleet.start("recovery", lease=LEASE)
+    wait_for_status(db, task, "succeeded")
+    assert fleet.ledger.wait_for("run 2 ends").pid != first.pid
+    fleet.ledger.wait_for("run 1 ends")
+    wait_until(lambda: f"WARNING leasetask: holds_the_gil {task}" in first.log, 10, "for the log")
+    assert column(db, "result", task) == "run 2"
+    assert column(db, "runs", task) == 2
+
+
+def test_h08_a_task_of_ten_leases_runs_once(db: Db, fleet: Fleet) -> None:
+    """H08: the lease is short, the task is long, another worker sweeps all the while."""
+    lease = 0.5
+    task = enqueue(db, "sleeps", 10 * lease)
+    fleet.start("recovery", lease=lease)
+    fleet.start("recovery", lease=lease)
+    wait_for_status(db, task, "succeeded")
+    assert (fleet.ledger.count("begins"), column(db, "runs", task)) == (1, 1)
+
+
+def test_h08_a_kinds_own_shorter_lease_is_kept(db: Db, fleet: Fleet) -> None:
+    """H08: `lease=` of a kind is shorter than the worker's: heartbeats follow the shortest."""
+    task = enqueue(db, "short_lease", 4)
+    fleet.start("recovery", lease=3.0)
+    fleet.start("noop", lease=LEASE)
+    wait_for_status(db, task, "succeeded")
+    assert (fleet.ledger.count("begins"), column(db, "runs", task)) == (1, 1)
+
+
+@pytest.mark.parametrize("kind", ["sleeps", "blocks_the_loop"])
+def test_h06_heartbeats_go_on_while_it_stops(db: Db, fleet: Fleet, kind: str) -> None:
+    """H06: SIGTERM with a handler that runs three leases long: it ends, once."""
+    task = enqueue(db, kind, 3 * LEASE)
+    worker = fleet.start("recovery", lease=LEASE)
+    fleet.ledger.wait_for("begins")
+    fleet.start("recovery", lease=LEASE)
+    worker.terminate()
+    assert worker.wait() == 0
+    wait_for_status(db, task, "succeeded", 1)
+    assert fleet.ledger.count("begins") == fleet.ledger.count("ends") == 1
+    assert column(db, "runs", task) == 1
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+STALE_WRITES = {
+    "heartbeat": "select answer from leasetask.heartbeat(%(id)s, %(token)s, '1 hour', '{\"1\"}')",
+    "checkpoint": "select answer from leasetask.checkpoint(%(id)s, %(token)s, "
+    """array['{"late": {"n": 9, "ok": 1}}'::jsonb], '1 hour')""",
+    "note": "select answer from leasetask.note(%(id)s, %(token)s, "
+    """array['{"late": {"started": true}}'::jsonb], '1 hour')""",
+    "abandon": "select answer from leasetask.abandon(%(id)s, %(token)s, 0)",
+    "finish": "select answer from leasetask.finish(%(id)s, %(token)s, array['1'::jsonb])",
+    "suspend": "select answer from leasetask.suspend(%(id)s, %(token)s, array['sleep'], "
+    "array['late'], array[9], array[null], array[60.0], array[null]::timestamptz[], "
+    "array[null]::pg_snapshot[])",
+    "release": "select answer from leasetask.release(%(id)s, %(token)s)",
+    "fail": "select answer from leasetask.fail(%(id)s, %(token)s, array['{}'::jsonb], array[false])",
+}
+"""Everything that a claim allows, as SQL."""
+
+CLAIM = "select id, lease_token, attempts from leasetask.claim('w', array['k'], array[1], 1, '1 hour')"
+SUSPEND = """
+select status from leasetask.suspend(array[%s], array[%s], array['sleep'], array['s-' || %s],
+  array[%s], array[null], array[0], array[null]::timestamptz[], array[null]::pg_snapshot[])"""
+
+
+@pytest.mark.parametrize("write", STALE_WRITES)
+def test_h03_a_late_write_of_an_earlier_claim_is_refused(db: Db, write: str) -> None:
+    """H03: claim, suspend, claim again, at the same attempt: the first token is good for nothing.
+
+    A repeated end of the first claim may hear that it is done, since it is; it changes nothing.
+    """
+    task = enqueue(db, "k")
+    _, old, attempts = db.execute(CLAIM).fetchone()  # type: ignore[misc]  # one row
+    db.execute(SUSPEND, [task, old, 1, 1])
+    _, new, attempts_now = db.execute(CLAIM).fetchone()  # type: ignore[misc]  # one row
+    assert (attempts_now, new != old) == (attempts, True)
+    row = column(db, "to_jsonb(t)", task) if False else _row(db, task)
+    answers = db.execute(STALE_WRITES[write], {"id": [task], "token": [old]}).fetchall()
+    ends = ("finish", "suspend", "release", "fail")
+    assert answers == [("done" if write in ends else "lost",)]
+    assert _row(db, task) == row
+    random_token = secrets.token_hex(16)
+    answers = db.execute(STALE_WRITES[write], {"id": [task], "token": [random_token]}).fetchall()
+    assert answers == [("lost",)]
+    assert _row(db, task) == row
+
+
+def _row(db: Db, task_id: str) -> Any:
+    return db.execute("select to_jsonb(t) from leasetask.task t where id = %s", [task_id]).fetchone()
+
+
+def test_h03_no_token_comes_twice(db: Db) -> None:
+    """H03: a token is drawn at each claim, whatever the attempts say."""
+    task = enqueue(db, "k")
+    tokens = []
+    for number in range(1, 41):
+        _, token, attempts = db.execute(CLAIM).fetchone()  # type: ignore[misc]  # one row
+        assert attempts == 1
+        tokens.append(token)
+        db.execute(SUSPEND, [task, token, number, number])
+    assert len(set(tokens)) == 40
+
+
+# --- the local deadline ----------------------------------------------------------------------------
+
+
+def test_an_async_body_is_cancelled_when_its_lease_is_swept(dsn: str, db: Db) -> None:
+    """Must show (c): the handler learns of the loss although it uses no verb."""
+    app = App(dsn)
+    told: list[str] = []
+
+    @app.task
+    async def stands(ctx: Any) -> None:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            told.append(ctx.task_id)
+            raise
+
+    task = app.enqueue(stands).id
+    try:
+        with app.start(lease=LEASE, grace=0, roles=("worker",)):
+            wait_for_status(db, task, "running")
+            db.execute(
+                "update leasetask.task set status = 'pending', lease_token = null, lease_until = null,"
+                " lease_owner = null, next_run_at = 'infinity' where id = %s",
+                [task],
+            )
+            wait_until(lambda: told == [task])
+    except LeaseTaskError as error:
+        raise AssertionError("the worker must go on") from error
+    finally:
+        app.close()
