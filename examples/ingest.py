@@ -4,8 +4,7 @@
     leasetask migrate
     python examples/ingest.py ~/Pictures /mnt/archive     # one task per file
     leasetask worker examples/ingest.py:app               # as many of these as you like
-
-`leasetask demo` runs this very handler, and kills a worker in the middle of it.
+`leasetask demo` runs this handler, and kills a worker in the middle of it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +22,7 @@ from leasetask import App, Context, NonRetryable, Retry
 CHUNK = 1024 * 1024
 TABLE = """
     create table if not exists ingested (
-      task_id  uuid primary key,
-      source   text not null,
-      target   text not null,
-      sha256   text not null,
-      at       timestamptz not null default now()
+      task_id uuid primary key, source text not null, target text not null, sha256 text not null
     )
 """
 
@@ -91,20 +85,13 @@ def copy(ctx: Context, source: str, target: str) -> str:
             writer.flush()
             os.fsync(writer.fileno())
         parts[-1].replace(goal)
-        sync_folder(goal.parent)  # once it is recorded, a power cut may not take it back
+        folder = os.open(goal.parent, os.O_RDONLY)
+        os.fsync(folder)  # the rename too survives a power cut
+        os.close(folder)
     finally:
         for part in parts:  # ours if we could not finish, and what killed runs left
             part.unlink(missing_ok=True)
     return target
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename inside a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def delete(target: str) -> None:
@@ -122,26 +109,21 @@ def record(task_id: str, source: str, target: str, sha256: str) -> None:
     """Write the business row; keyed by the task, so that a second run adds nothing."""
     with psycopg.connect(app.dsn) as db:
         db.execute(
-            "insert into ingested values (%s, %s, %s, %s) on conflict do nothing",
+            "insert into ingested (task_id, source, target, sha256) values (%s, %s, %s, %s)"
+            " on conflict do nothing",
             (task_id, source, target, sha256),
         )
 
 
-def media_in(folder: Path, target: Path) -> Iterator[Media]:
-    """Give the files of a folder, each with its place in the target folder."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            yield Media(str(path), str(target / path.relative_to(folder)))
-
-
 def main(folder: Path, target: Path) -> None:
     """Enqueue a folder; again later, for what is new in it: the key names a file's task."""
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    found = [Media(str(folder / name), str(target / name)) for name in sorted(files)]
     with psycopg.connect(app.dsn) as db:  # one transaction: the table and all tasks, or nothing
         db.execute(TABLE)
-        found = media_in(folder.resolve(), target.resolve())
         tasks = app.enqueue_many(ingest, found, key=lambda media: media.target, conn=db)
     print(f"{sum(task.outcome == 'new' for task in tasks)} new of {len(tasks)} files")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve())

@@ -199,7 +199,7 @@ def signal(
     """Send a signal; outside a transaction, deliver it too and count whom it woke."""
     check_name("topic", topic)
     encoded = None if payload is None else encode(payload, what=f"signal on {topic}", limit=limit)
-    yield protocol.signal(topic, encoded, sticky, not outside)
+    sent = first((yield protocol.signal(topic, encoded, sticky, not outside)))
     if not outside:
         return None
     woken = 0
@@ -209,7 +209,10 @@ def signal(
         if not again:
             break
         if not count:
-            break  # somebody holds a row: a worker delivers within a second
+            yield protocol.PAUSE  # somebody holds a row; if it lasts, a worker delivers
+    if not woken:
+        # A worker may have been faster and have delivered it.
+        woken = int(first((yield protocol.is_consumed(sent))))
     return woken
 
 

@@ -17,6 +17,7 @@ from leasetask.errors import (
     NonRetryable,
     PayloadError,
     ReplayError,
+    RunTimeout,
     SignalTimeout,
     StepFailed,
     SuspensionSwallowed,

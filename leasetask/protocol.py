@@ -132,6 +132,17 @@ def signal(topic: str, payload: str | None, sticky: bool, notify: bool) -> Query
     return Query("select leasetask.signal(%s, %s::jsonb, %s, %s)", (topic, payload, sticky, notify))
 
 
+PAUSE = Query("select pg_sleep(0.01)")
+
+
+def is_consumed(signal_id: int) -> Query:
+    """Rows: whether a task has consumed the signal."""
+    return Query(
+        "select exists (select from leasetask.task_signal where id = %s and consumed_by is not null)",
+        (signal_id,),
+    )
+
+
 def clear_signal(topic: str) -> Query:
     """Rows: whether there was a latch."""
     return Query("select leasetask.clear_signal(%s)", (topic,))

@@ -39,14 +39,18 @@ def enqueue(
     *,
     key: str | None = None,
     delay: float = 0,
-    **policy: Any,
+    priority: int = 0,
+    max_attempts: int = 5,
+    backoff: float = 0.05,
+    deadline: float | None = None,
 ) -> str:
-    """Enqueue a task as any language would and return its id; `policy` overrides the kind's."""
-    names = "".join(f", {name} => %({name})s" for name in policy)
+    """Enqueue a task as any language would, without jitter, and return its id."""
     row = db.execute(
-        "select id::text from leasetask.try_enqueue(%(kind)s, %(input)s::jsonb, %(key)s,"
-        f" delay => make_interval(secs => %(delay)s){names})",
-        {"kind": kind, "input": json.dumps(input), "key": key, "delay": delay, **policy},
+        "select id::text from leasetask.try_enqueue(%s, %s::jsonb, %s,"
+        " delay => make_interval(secs => %s), priority => %s::smallint, max_attempts => %s::int,"
+        " backoff_initial => %s::real, backoff_jitter => 0::real,"
+        " deadline => make_interval(secs => %s::float8))",
+        [kind, json.dumps(input), key, delay, priority, max_attempts, backoff, deadline],
     ).fetchone()
     assert row is not None
     return str(row[0])

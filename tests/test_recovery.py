@@ -110,11 +110,12 @@ def test_h12_a_killer_dies_alone(db: Db, fleet: Fleet, max_attempts: int) -> Non
     The forty-nine claimed with it succeed, whatever budget they have; the test restarts the worker
     whenever it dies.
     """
-    policy = {"max_attempts": max_attempts, "backoff_initial": 0.05}
     with db.transaction():
-        healthy = [enqueue(db, "bystander", f"{n}", **policy) for n in range(24)]
-        killer = enqueue(db, "killer", **policy)
-        healthy += [enqueue(db, "bystander", f"{n}", **policy) for n in range(24, 49)]
+        healthy = [enqueue(db, "bystander", f"{n}", max_attempts=max_attempts) for n in range(24)]
+        killer = enqueue(db, "killer", max_attempts=max_attempts)
+        healthy += [
+            enqueue(db, "bystander", f"{n}", max_attempts=max_attempts) for n in range(24, 49)
+        ]
     options = ("killer", "--concurrency", "50")
     worker = fleet.start(*options, lease=LEASE)
     deaths = 0
@@ -274,7 +275,9 @@ STALE_WRITES = {
 }
 """Everything that a claim allows, as SQL."""
 
-CLAIM = "select id, lease_token, attempts from leasetask.claim('w', array['k'], array[1], 1, '1 hour')"
+CLAIM = (
+    "select id, lease_token, attempts from leasetask.claim('w', array['k'], array[1], 1, '1 hour')"
+)
 SUSPEND = """
 select status from leasetask.suspend(array[%s], array[%s], array['sleep'], array['s-' || %s],
   array[%s], array[null], array[0], array[null]::timestamptz[], array[null]::pg_snapshot[])"""
@@ -291,7 +294,7 @@ def test_h03_a_late_write_of_an_earlier_claim_is_refused(db: Db, write: str) -> 
     db.execute(SUSPEND, [task, old, 1, 1])
     _, new, attempts_now = db.execute(CLAIM).fetchone()  # type: ignore[misc]  # one row
     assert (attempts_now, new != old) == (attempts, True)
-    row = column(db, "to_jsonb(t)", task) if False else _row(db, task)
+    row = _row(db, task)
     answers = db.execute(STALE_WRITES[write], {"id": [task], "token": [old]}).fetchall()
     ends = ("finish", "suspend", "release", "fail")
     assert answers == [("done" if write in ends else "lost",)]
@@ -303,7 +306,9 @@ def test_h03_a_late_write_of_an_earlier_claim_is_refused(db: Db, write: str) -> 
 
 
 def _row(db: Db, task_id: str) -> Any:
-    return db.execute("select to_jsonb(t) from leasetask.task t where id = %s", [task_id]).fetchone()
+    return db.execute(
+        "select to_jsonb(t) from leasetask.task t where id = %s", [task_id]
+    ).fetchone()
 
 
 def test_h03_no_token_comes_twice(db: Db) -> None:
