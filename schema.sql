@@ -67,6 +67,7 @@ create table if not exists leasetask.task (
   backoff_jitter       real not null default 0.1,    -- share of the delay, drawn anew each time
   next_run_at          timestamptz not null default leasetask.clock(),
   deadline             timestamptz,
+  deadline_after       float8,                       -- seconds; a retry starts the deadline anew
   claimed_at           timestamptz,
   lease_owner          text,
   lease_until          timestamptz,
@@ -114,6 +115,11 @@ create table if not exists leasetask.task (
     (status in ('succeeded', 'failed', 'canceled', 'dead')) = (finished_at is not null)
     and (status in ('failed', 'dead')) = (dead_letter_at is not null)),
   constraint task_waits_only_while_waiting check (status = 'waiting' or wait_mode is null),
+  constraint task_wait_is_whole check (
+    wait_mode is null
+    or (wait_mode = 'sleep' and wait_name is not null and wait_seq is not null)
+    or (wait_mode = 'signal' and wait_name is not null and wait_seq is not null and wait_topic is not null)
+    or (wait_mode = 'hurry' and wait_name is not null and wait_topic is not null and wait_snapshot is not null)),
   constraint task_compensates_towards_an_end check (
     compensating in ('failed', 'canceled', 'dead'))
 )
@@ -165,8 +171,7 @@ create table if not exists leasetask.task_signal (
 
   constraint signal_topic_fits_an_index check (octet_length(topic) between 1 and 1000),
   constraint signal_latch_is_not_consumed check (not sticky or consumed_by is null),
-  constraint signal_consumption_is_dated check ((consumed_by is null) = (consumed_at is null)),
-  constraint signal_consumed_was_looked_at check (consumed_by is null or not undelivered)
+  constraint signal_consumption_is_dated check ((consumed_by is null) = (consumed_at is null))
 )
 with (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 1000);
 
@@ -178,7 +183,7 @@ create index if not exists signal_sticky
 create index if not exists signal_undelivered
   on leasetask.task_signal (topic, id) where undelivered;
 create index if not exists signal_of_topic
-  on leasetask.task_signal (topic, id);
+  on leasetask.task_signal (topic, xid);
 
 -- What workers have declared: gives SQL callers a kind's policy and newest version, and makes tasks
 -- that nobody can run visible.
@@ -191,7 +196,7 @@ create table if not exists leasetask.kind (
   backoff_factor   real not null,
   backoff_max      real not null,
   backoff_jitter   real not null,
-  deadline         interval,
+  deadline         float8,                           -- seconds from enqueue
   paused           boolean not null default false,
   last_seen        timestamptz not null,
   primary key (kind, version)
@@ -277,7 +282,7 @@ begin
   into answers, held, cancel
   from unnest(ids, tokens) with ordinality as i (id, token, ord)
   left join lateral (
-    select t.id, t.lease_token is not distinct from i.token as held,
+    select t.id, coalesce(t.lease_token = i.token, false) as held,
            t.cancel_requested_at is not null and t.compensating is null as cancel
     from leasetask.task t where t.id = i.id
     for no key update of t skip locked
@@ -334,7 +339,7 @@ create or replace function leasetask.enqueue_many(
   kind text, inputs jsonb[], keys text[] default null, at timestamptz default null,
   delay interval default null, priority smallint default null, version int default null,
   max_attempts int default null, backoff_initial real default null, backoff_factor real default null,
-  backoff_max real default null, backoff_jitter real default null, deadline interval default null
+  backoff_max real default null, backoff_jitter real default null, deadline float8 default null
 ) returns table (ord int, id uuid, outcome text, stored_input jsonb)
 language plpgsql
 set search_path = pg_catalog, pg_temp set enable_seqscan = off
@@ -344,7 +349,10 @@ declare
   now_     timestamptz := leasetask.clock();
   due      timestamptz := coalesce(enqueue_many.at, now_ + enqueue_many.delay, now_);
   declared leasetask.kind;
+  seconds  float8;
   new_ids  uuid[];
+  made     bigint[];
+  answered bigint[] := array[]::bigint[];
 begin
   if cardinality(keys) <> cardinality(inputs) then
     raise exception 'leasetask: % inputs and % keys', cardinality(inputs), cardinality(keys)
@@ -353,56 +361,71 @@ begin
   select k.* into declared from leasetask.kind k
   where k.kind = enqueue_many.kind and (enqueue_many.version is null or k.version = enqueue_many.version)
   order by k.version desc limit 1;
+  seconds := coalesce(enqueue_many.deadline, declared.deadline);
 
   new_ids := array(select leasetask.new_id(now_) from generate_subscripts(inputs, 1));
-  return query
-  with item as materialized (
-    select i.ord, i.id, i.input, coalesce(i.key, i.id::text) as key
-    from unnest(new_ids, inputs, keys) with ordinality as i (id, input, key, ord)
-  ),
-  inserted as (
-    insert into leasetask.task as t (
-      id, kind, handler_version, idempotency_key, input, priority, max_attempts, backoff_initial,
-      backoff_factor, backoff_max, backoff_jitter, next_run_at, deadline, created_at, updated_at)
-    select i.id, enqueue_many.kind, coalesce(enqueue_many.version, declared.version, 1), i.key, i.input,
-           coalesce(enqueue_many.priority, declared.priority, 0::smallint),
-           coalesce(enqueue_many.max_attempts, declared.max_attempts, 5),
-           coalesce(enqueue_many.backoff_initial, declared.backoff_initial, 1),
-           coalesce(enqueue_many.backoff_factor, declared.backoff_factor, 2),
-           coalesce(enqueue_many.backoff_max, declared.backoff_max, 60),
-           coalesce(enqueue_many.backoff_jitter, declared.backoff_jitter, 0.1),
-           due, now_ + coalesce(enqueue_many.deadline, declared.deadline), now_, now_
-    from item i order by i.key
-    on conflict (kind, idempotency_key) do nothing
-    returning t.id
-  )
-  select i.ord::int, i.id, 'new', null::jsonb from item i join inserted n on n.id = i.id;
-
-  -- A new statement, for a new snapshot: only it sees what made the insert step aside.
-  if (select count(*) from leasetask.task t where t.id = any (new_ids)) < cardinality(inputs) then
+  loop
+    with item as (
+      select i.ord, i.id, i.input, coalesce(i.key, i.id::text) as key
+      from unnest(new_ids, inputs, keys) with ordinality as i (id, input, key, ord)
+      where i.ord <> all (answered)
+    ),
+    inserted as (
+      insert into leasetask.task as t (
+        id, kind, handler_version, idempotency_key, input, priority, max_attempts, backoff_initial,
+        backoff_factor, backoff_max, backoff_jitter, next_run_at, deadline, deadline_after, created_at,
+        updated_at)
+      select i.id, enqueue_many.kind, coalesce(enqueue_many.version, declared.version, 1), i.key, i.input,
+             coalesce(enqueue_many.priority, declared.priority, 0::smallint),
+             coalesce(enqueue_many.max_attempts, declared.max_attempts, 5),
+             coalesce(enqueue_many.backoff_initial, declared.backoff_initial, 1),
+             coalesce(enqueue_many.backoff_factor, declared.backoff_factor, 2),
+             coalesce(enqueue_many.backoff_max, declared.backoff_max, 60),
+             coalesce(enqueue_many.backoff_jitter, declared.backoff_jitter, 0.1),
+             due, now_ + make_interval(secs => seconds), seconds, now_, now_
+      from item i order by i.key
+      on conflict (kind, idempotency_key) do nothing
+      returning t.id
+    )
+    select coalesce(array_agg(i.ord), '{}') into made from item i join inserted n on n.id = i.id;
     return query
-    select i.ord::int, t.id,
-           case when t.pruned_at is null and t.input = i.input then 'existing'
-                when t.pruned_at is not null and t.input_hash = leasetask.hash_input(i.input) then 'existing'
-                else 'conflict' end,
-           case when t.pruned_at is null and t.input <> i.input then t.input end
-    from unnest(new_ids, inputs, keys) with ordinality as i (id, input, key, ord)
-    join leasetask.task t on t.kind = enqueue_many.kind and t.idempotency_key = i.key
-    where t.id <> i.id and not exists (select from leasetask.task mine where mine.id = i.id);
-  end if;
+    select i.ord::int, i.id, 'new', null::jsonb
+    from unnest(new_ids) with ordinality as i (id, ord) where i.ord = any (made);
+    answered := answered || made;
+    exit when cardinality(answered) = cardinality(new_ids);
+
+    -- A new statement, for a new snapshot: only it sees what made the insert step aside. Prune may
+    -- have taken that away by now, so whatever is unanswered goes round again.
+    for ord, id, outcome, stored_input in
+      select i.ord::int, t.id,
+             case when t.pruned_at is null and t.input = i.input then 'existing'
+                  when t.pruned_at is not null and t.input_hash = leasetask.hash_input(i.input) then 'existing'
+                  else 'conflict' end,
+             case when t.pruned_at is null and t.input <> i.input then t.input end
+      from unnest(inputs, keys) with ordinality as i (input, key, ord)
+      join leasetask.task t on t.kind = enqueue_many.kind and t.idempotency_key = i.key
+      where i.ord <> all (answered)
+    loop
+      answered := answered || ord::bigint;
+      return next;
+    end loop;
+    exit when cardinality(answered) = cardinality(new_ids);
+  end loop;
   perform leasetask.wake();
 end $$;
 
--- What is kept of an input once it is pruned; jsonb's text is canonical, so key order is no matter.
+-- What is kept of an input once it is pruned: 128 bits that agree with jsonb's own equality.
 create or replace function leasetask.hash_input(input jsonb) returns bytea
-language sql immutable parallel safe as $$ select sha256(convert_to(input::text, 'UTF8')) $$;
+language sql immutable parallel safe as $$
+  select int8send(jsonb_hash_extended(input, 0)) || int8send(jsonb_hash_extended(input, 1))
+$$;
 
 -- One task; a row of outcome instead of an error, so a conflict does not abort the transaction.
 create or replace function leasetask.try_enqueue(
   kind text, input jsonb, key text default null, at timestamptz default null,
   delay interval default null, priority smallint default null, version int default null,
   max_attempts int default null, backoff_initial real default null, backoff_factor real default null,
-  backoff_max real default null, backoff_jitter real default null, deadline interval default null
+  backoff_max real default null, backoff_jitter real default null, deadline float8 default null
 ) returns table (id uuid, outcome text, stored_input jsonb)
 language sql volatile as $$
   select e.id, e.outcome, e.stored_input
@@ -440,7 +463,7 @@ end $$;
 -- any more can be told from one that is alive.
 create or replace function leasetask.declare_kinds(
   kinds text[], versions int[], priorities smallint[], max_attempts int[], backoff_initial real[],
-  backoff_factor real[], backoff_max real[], backoff_jitter real[], deadlines interval[]
+  backoff_factor real[], backoff_max real[], backoff_jitter real[], deadlines float8[]
 ) returns void
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
@@ -554,6 +577,7 @@ begin
             where t.kind = l.kind and t.handler_version = l.version and t.suspect = suspects
               and t.priority = l.priority and t.status in ('pending', 'waiting')
               and t.next_run_at >= l.since and t.next_run_at <= now_
+              and (t.deadline is null or t.deadline > now_ or t.compensating is not null)
             order by t.next_run_at limit n
           ) c
           order by l.priority, c.next_run_at limit n
@@ -575,6 +599,19 @@ begin
       order by t.next_run_at limit l.quota
       for no key update of t skip locked
     ) c);
+
+  -- Rows that somebody holds were looked at and not taken: other lanes may make up for them.
+  for lane in 1 .. case when cardinality(chosen) < (select sum(q) from unnest(quotas) q)
+                        then cardinality(kinds) else 0 end loop
+    chosen := chosen || array(
+      select t.id from leasetask.task t
+      where t.kind = kinds[lane] and t.handler_version = versions[lane] and t.suspect = suspects
+        and t.priority = priorities[lane] and t.status in ('pending', 'waiting')
+        and t.next_run_at >= sinces[lane] and t.next_run_at <= now_ and t.id <> all (chosen)
+        and (t.deadline is null or t.deadline > now_ or t.compensating is not null)
+      order by t.next_run_at limit n - cardinality(chosen)
+      for no key update of t skip locked);
+  end loop;
 
   if cardinality(chosen) > 0 then
     return query
@@ -646,7 +683,9 @@ declare
   took record := leasetask.take(ids, tokens);
 begin
   update leasetask.task t
-  set lease_until = now_ + lease, progress = coalesce(i.progress, t.progress), updated_at = now_
+  set lease_until = case when t.abandoned then t.lease_until else now_ + lease end,
+      progress = coalesce(i.progress, t.progress),
+      updated_at = now_
   from unnest(ids, heartbeat.progress, took.held) as i (id, progress, held)
   where t.id = i.id and i.held;
 
@@ -689,7 +728,7 @@ begin
                           else t.open_steps - array(select jsonb_object_keys(i.patch)) end,
         compensations = t.compensations + coalesce(i.registered, 0),
         attempts = 1, swept = 0, suspect = false,
-        lease_until = now_ + lease,
+        lease_until = case when t.abandoned then t.lease_until else now_ + lease end,
         updated_at = now_
     from unnest(ids, patches, checkpoint.compensations, took.held, large)
          as i (id, patch, registered, held, large)
@@ -760,7 +799,7 @@ begin
     update leasetask.task t
     set open_steps = t.open_steps || i.patch,
         compensations = t.compensations + coalesce(i.registered, 0),
-        lease_until = now_ + lease,
+        lease_until = case when t.abandoned then t.lease_until else now_ + lease end,
         updated_at = now_
     from unnest(ids, patches, note.compensations, took.held) as i (id, patch, registered, held)
     where t.id = i.id and i.held and not t.open_steps @> i.patch
@@ -865,7 +904,7 @@ declare
 begin
   update leasetask.task t
   set status = 'pending',
-      attempts = greatest(t.attempts - 1, 0),
+      attempts = greatest(t.attempts - case when t.abandoned then 0 else 1 end, 0),
       next_run_at = now_ + make_interval(secs => coalesce(i.delay, 0)),
       open_steps = t.open_steps || coalesce(i.note, '{}'),
       last_error = case when t.compensating is null then coalesce(i.error, t.last_error) else t.last_error end,
@@ -925,8 +964,8 @@ declare
   ending record;
 begin
   retry := array(
-    select i.retryable and t.attempts < t.max_attempts
-    from unnest(ids, retryable) with ordinality as i (id, retryable, ord)
+    select coalesce(i.retryable and not coalesce(i.outright, false) and t.attempts < t.max_attempts, false)
+    from unnest(ids, retryable, outright) with ordinality as i (id, retryable, outright, ord)
     left join leasetask.task t on t.id = i.id order by i.ord);
 
   update leasetask.task t
@@ -1055,9 +1094,12 @@ begin
   end if;
 end $$;
 
--- One round for one topic: at most a hundred signals and waiters. Raises lock_not_available rather
--- than wait for a row, or pass it over: a waiter skipped would sleep on beside its signal.
--- A mark is cleared only when the round has looked at everything there was for it.
+-- One round for one topic: at most a hundred of each. Raises lock_not_available rather than wait for
+-- a row, or pass it over: a waiter skipped would sleep on beside its signal. The order of the looks is
+-- what makes it safe to clear a mark: marked waiters are looked at before signals, signals before the
+-- waiters they are paired with, so of a signal and a waiter whichever committed later is either seen
+-- together with the other here, or keeps its own mark. Each look states its conditions on the table it
+-- locks, so a row that changed meanwhile is judged as it now is. Marks stay while a round is full.
 create or replace function leasetask.deliver_topic(topic text, out woken int, out again boolean)
 language plpgsql
 set search_path = pg_catalog, pg_temp set enable_seqscan = off
@@ -1066,91 +1108,77 @@ as $$
 declare
   size    constant int := 100;
   now_    timestamptz := leasetask.clock();
+  marked  uuid[];
   signals bigint[];
   fresh   bigint[];
-  waiters uuid[];
   latch   record;
+  waiters uuid[];
+  hurried uuid[];
 begin
-  -- Locked in one order, and read in one statement: what commits later keeps its own mark.
-  select array_agg(s.id order by s.id) filter (where s.consumed_by is null and not s.sticky),
-         array_agg(s.id) filter (where s.undelivered)
-  into signals, fresh
-  from (
-    select s.id, s.consumed_by, s.sticky, s.undelivered from leasetask.task_signal s
-    where s.id = any (array(
-            select o.id from leasetask.task_signal o
-            where o.topic = deliver_topic.topic and o.consumed_by is null and not o.sticky
-            order by o.id limit size))
-       or s.id = any (array(
-            select f.id from leasetask.task_signal f
-            where f.topic = deliver_topic.topic and f.undelivered order by f.topic, f.id limit size))
-    order by s.id for no key update nowait
-  ) s;
+  marked := array(
+    select t.id from leasetask.task t
+    where t.wait_topic = deliver_topic.topic and t.undelivered
+    limit size for no key update nowait);
+  signals := array(
+    select s.id from leasetask.task_signal s
+    where s.topic = deliver_topic.topic and s.consumed_by is null and not s.sticky
+    order by s.id limit size for no key update nowait);
+  fresh := array(
+    select s.id from leasetask.task_signal s
+    where s.topic = deliver_topic.topic and s.undelivered
+    order by s.id limit size for no key update nowait);
   select s.id, s.payload into latch from leasetask.task_signal s
   where s.topic = deliver_topic.topic and s.sticky order by s.id desc limit 1;
-
   waiters := array(
     select t.id from leasetask.task t
-    where t.id = any (array(
-            select o.id from leasetask.task o
-            where o.wait_topic = deliver_topic.topic and o.status = 'waiting' and o.wait_mode = 'signal'
-              and (latch.id is not null or signals is not null)
-            order by o.waiting_since, o.id
-            limit case when latch.id is null then coalesce(cardinality(signals), 0) else size end))
-       or t.id = any (array(
-            select h.id from leasetask.task h
-            where h.wait_topic = deliver_topic.topic and h.status = 'waiting' and h.wait_mode = 'hurry'
-              and exists (select from leasetask.task_signal s
-                          where s.topic = deliver_topic.topic
-                            and not pg_visible_in_snapshot(s.xid, h.wait_snapshot))
-            order by h.waiting_since, h.id limit size))
-       or t.id = any (array(
-            select f.id from leasetask.task f
-            where f.wait_topic = deliver_topic.topic and f.undelivered limit size))
-    order by t.waiting_since, t.id for no key update nowait);
+    where t.status = 'waiting' and t.wait_topic = deliver_topic.topic and t.wait_mode = 'signal'
+    order by t.waiting_since, t.id
+    limit case when latch.id is null then cardinality(signals) else size end
+    for no key update nowait);
+  hurried := array(
+    select t.id from leasetask.task t
+    where t.status = 'waiting' and t.wait_topic = deliver_topic.topic and t.wait_mode = 'hurry'
+      and exists (select from leasetask.task_signal s
+                  where s.topic = deliver_topic.topic and s.xid >= pg_snapshot_xmin(t.wait_snapshot)
+                    and not pg_visible_in_snapshot(s.xid, t.wait_snapshot))
+    order by t.waiting_since, t.id limit size for no key update nowait);
 
   with pair as (
-    select w.id as task, w.mode, s.id as signal, coalesce(s.id, latch.id) as seen,
+    select w.id as task, s.id as signal, coalesce(s.id, latch.id) as seen,
            case when s.id is null then latch.payload else s.payload end as payload
-    from (
-      select t.id, t.wait_mode as mode,
-             row_number() over (partition by t.wait_mode order by t.waiting_since, t.id) as place
-      from leasetask.task t where t.id = any (waiters)
-    ) w
+    from unnest(waiters) with ordinality as w (id, place)
     left join (
-      select x.id, x.payload, row_number() over (order by x.id) as place
-      from leasetask.task_signal x where x.id = any (signals)
-    ) s on s.place = w.place and w.mode = 'signal'
-    where (w.mode = 'signal' and coalesce(s.id, latch.id) is not null)
-       or (w.mode = 'hurry' and exists (
-             select from leasetask.task t join leasetask.task_signal s on s.topic = deliver_topic.topic
-             where t.id = w.id and not pg_visible_in_snapshot(s.xid, t.wait_snapshot)))
+      select x.id, x.payload, u.place
+      from unnest(signals) with ordinality as u (id, place)
+      join leasetask.task_signal x on x.id = u.id
+    ) s on s.place = w.place
   ),
   consumed as (
-    update leasetask.task_signal s
-    set consumed_by = p.task, consumed_at = now_, undelivered = false
+    update leasetask.task_signal s set consumed_by = p.task, consumed_at = now_
     from pair p where s.id = p.signal
   ),
   made_due as (
     update leasetask.task t
-    set state = case when p.mode = 'hurry' then t.state
+    set state = case when p.seen is null then t.state
                      else t.state || jsonb_build_object(t.wait_name, jsonb_build_object(
                             'n', t.wait_seq, 'ok', p.payload, 'signal', p.seen)) end,
         next_run_at = now_,
         wait_mode = null, wait_name = null, wait_seq = null, wait_topic = null, wait_until = null,
         wait_snapshot = null, waiting_since = null, undelivered = false,
         updated_at = now_
-    from pair p where t.id = p.task
+    from (select p.task, p.seen, p.payload from pair p
+          union all select h, null, null from unnest(hurried) h) p
+    where t.id = p.task
     returning t.id
   )
-  select count(*) into woken from made_due;
+  select count(*)::int into woken from made_due;
 
-  again := woken >= size or cardinality(fresh) >= size or cardinality(waiters) >= size;
-  update leasetask.task t set undelivered = false
-  where t.id = any (waiters) and t.undelivered and t.status = 'waiting'
-    and (not again or woken = 0);
-  update leasetask.task_signal s set undelivered = false
-  where s.id = any (fresh) and s.undelivered and (not again or woken = 0);
+  again := cardinality(waiters) >= size or cardinality(hurried) >= size
+    or cardinality(fresh) >= size or cardinality(marked) >= size;
+  if woken = 0 or not again then
+    update leasetask.task t set undelivered = false where t.id = any (marked) and t.undelivered;
+    update leasetask.task_signal s set undelivered = false where s.id = any (fresh) and s.undelivered;
+  end if;
 end $$;
 
 -- The topics that nobody has looked at since a signal or a waiter came to them. Workers ask once a
@@ -1202,7 +1230,8 @@ end $$;
 -- Finds leases that ran out and deadlines that passed; called by workers, and by `leasetask sweep`
 -- from cron. One row per task: `recovered` (due again), `suspect` (due again, to be run alone),
 -- `dead` (budget spent), `canceled`, `compensating`, `expired` (past its deadline: failed), or
--- `error` with the reason, which stops nothing else. Handles at most n; call it until fewer come.
+-- `error` with the reason, which stops nothing else. Handles at most n: call it until fewer than n
+-- others than `error` come.
 --
 -- A crash must not take bystanders with it: a lease is charged in full only if its owner held no
 -- other. Else the task is given back: the first time since its last checkpoint as it is, then, or
@@ -1227,6 +1256,7 @@ begin
     group by t.lease_owner having min(t.lease_until) < now_
   loop
     -- Somebody's open transaction may be sweeping this owner: never wait for it.
+    exit when swept_ >= n;
     continue when not pg_try_advisory_xact_lock(hashtextextended('leasetask.owner ' || lost.owner, 0));
     insert into leasetask.lost_owner as o (owner, held, noticed_at) values (lost.owner, lost.held, now_)
     on conflict (owner) do update set held = greatest(o.held, excluded.held)
@@ -1236,9 +1266,7 @@ begin
       select t.id, t.kind from leasetask.task t
       where t.status = 'running' and t.lease_owner = lost.owner and t.lease_until < now_
     loop
-      if swept_ >= n then
-        return;
-      end if;
+      exit when swept_ >= n;
       id := found_.id; kind := found_.kind; error := null;
       begin
         outcome := leasetask.sweep_lease(id, held_, now_);
@@ -1277,12 +1305,12 @@ begin
   if swept_ > 0 then
     perform leasetask.wake();
   end if;
-  delete from leasetask.lost_owner o where o.owner in (
+  delete from leasetask.lost_owner o where o.owner = any (array(
     select x.owner from leasetask.lost_owner x
-    where x.noticed_at < now_ - interval '1 day' for update skip locked);
-  delete from leasetask.idle_worker w where w.owner in (
+    where x.noticed_at < now_ - interval '1 day' for update skip locked));
+  delete from leasetask.idle_worker w where w.owner = any (array(
     select x.owner from leasetask.idle_worker x
-    where x.since < now_ - interval '1 minute' for update skip locked);
+    where x.since < now_ - interval '1 minute' for update skip locked));
 end $$;
 
 -- One lease of `sweep`: looked at again under the row's lock; null when it is not out any more, or
@@ -1359,7 +1387,7 @@ begin
   delete from leasetask.task_step s where s.task_id = task and (s.record ->> 'n')::int >= since;
   update leasetask.task x
   set status = 'pending', attempts = 0, swept = 0, suspect = false,
-      next_run_at = now_, deadline = now_ + (x.deadline - x.created_at),
+      next_run_at = now_, deadline = now_ + make_interval(secs => x.deadline_after),
       dead_letter_at = null, finished_at = null, cancel_requested_at = null, cancel_reason = null,
       state = (select coalesce(jsonb_object_agg(e.key, e.value), '{}') from jsonb_each(x.state) e
                where since is null or (e.value ->> 'n')::int < since),
@@ -1379,8 +1407,8 @@ end $$;
 
 -- Empties finished tasks older than `age` of their input, state and result; key, id, the input's
 -- hash, status and times stay, so a key keeps its meaning for ever. With `forget_keys` the rows go
--- altogether. Consumed signals go after `age`, at the least a day; signals that nobody consumed
--- after `signal_age`, latches never. At most n of each a call, rows that somebody holds left alone;
+-- altogether. Consumed signals and latches that a newer one replaced go after `age`, at the least a
+-- day; signals that nobody consumed after `signal_age`. At most n of each a call, rows that somebody holds left alone;
 -- answers how many rows it touched: call it until that is 0.
 create or replace function leasetask.prune(
   age interval default '30 days', signal_age interval default '90 days',
@@ -1411,11 +1439,13 @@ begin
   end if;
   total := coalesce(cardinality(ids), 0);
 
-  delete from leasetask.task_signal s where s.id in (
+  delete from leasetask.task_signal s where s.id = any (array(
     select x.id from leasetask.task_signal x
     where x.consumed_at < now_ - greatest(age, interval '1 day')
        or (x.consumed_by is null and not x.sticky and x.created_at < now_ - signal_age)
-    order by x.id limit n for update skip locked);
+       or (x.sticky and x.created_at < now_ - greatest(age, interval '1 day') and exists (
+             select from leasetask.task_signal y where y.topic = x.topic and y.sticky and y.id > x.id))
+    order by x.id limit n for update skip locked));
   get diagnostics rows_ = row_count;
   return total + rows_;
 end $$;

@@ -4,7 +4,6 @@
     leasetask migrate
     python examples/ingest.py ~/Pictures /mnt/archive     # one task per file
     leasetask worker examples/ingest.py:app               # as many of these as you like
-`leasetask demo` runs this handler, and kills a worker in the middle of it.
 """
 
 from __future__ import annotations

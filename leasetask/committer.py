@@ -128,7 +128,15 @@ class Committer:
             ack = protocol.ack(row) if kind in (Checkpoint, Note) else protocol.end_ack(row)
             if ack.answer == "locked":
                 self._later(kind, entries)
-            else:
+                continue
+            if ack.answer == "already" and len(entries) > 1:
+                # Some had been committed with an answer that was lost; the others were not written.
+                known, entries = entries, []
+                for entry in known:
+                    done = entry.body.records.keys() <= (ack.recorded or {}).keys()
+                    (entries if done else self._queues[kind]).append(entry)
+                self._wake.set()
+            if entries:
                 _settle(entries, ack, sent_at)
 
     async def _failed(self, kind: type, batch: list[list[_Entry]], error: Exception) -> None:

@@ -78,7 +78,7 @@ select ord, id::text, outcome, stored_input::text from leasetask.enqueue_many(
   delay => make_interval(secs => %s::float8), priority => %s::smallint, version => %s::int,
   max_attempts => %s::int, backoff_initial => %s::real, backoff_factor => %s::real,
   backoff_max => %s::real, backoff_jitter => %s::real,
-  deadline => make_interval(secs => %s::float8))
+  deadline => %s::float8)
 order by ord"""
 
 
@@ -189,9 +189,7 @@ def declare_kinds(policies: Sequence[KindPolicy]) -> Query:
     columns = [list(column) for column in zip(*policies, strict=True)]
     return Query(
         "select leasetask.declare_kinds(%s::text[], %s::int[], %s::smallint[], %s::int[], "
-        "%s::real[], %s::real[], %s::real[], %s::real[], "
-        "(select array_agg(make_interval(secs => s) order by o) "
-        "from unnest(%s::float8[]) with ordinality as u (s, o)))",
+        "%s::real[], %s::real[], %s::real[], %s::real[], %s::float8[])",
         columns,
     )
 

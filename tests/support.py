@@ -1,4 +1,4 @@
-"""What tests with real processes share: workers as subprocesses, and a ledger outside the database."""
+"""What tests with real processes share: workers as subprocesses, a ledger outside the database."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -167,10 +168,8 @@ class WorkerProcess:
 
     def clear_away(self) -> None:
         """End it, and the children it has started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
 
