@@ -543,6 +543,7 @@ declare
   whole    boolean := sinces is null;
   quotas   int[];
   chosen   uuid[];
+  lane     int;
   next_due timestamptz;
 begin
   if n < 1 then
@@ -601,8 +602,11 @@ begin
     ) c);
 
   -- Rows that somebody holds were looked at and not taken: other lanes may make up for them.
-  for lane in 1 .. case when cardinality(chosen) < (select sum(q) from unnest(quotas) q)
-                        then cardinality(kinds) else 0 end loop
+  for lane in
+    select l.ord from unnest(priorities) with ordinality as l (priority, ord)
+    where cardinality(kinds) > 1 and cardinality(chosen) < (select sum(q) from unnest(quotas) q)
+    order by l.priority
+  loop
     chosen := chosen || array(
       select t.id from leasetask.task t
       where t.kind = kinds[lane] and t.handler_version = versions[lane] and t.suspect = suspects
@@ -1096,8 +1100,8 @@ end $$;
 
 -- One round for one topic: at most a hundred of each. Raises lock_not_available rather than wait for
 -- a row, or pass it over: a waiter skipped would sleep on beside its signal. The order of the looks is
--- what makes it safe to clear a mark: marked waiters are looked at before signals, signals before the
--- waiters they are paired with, so of a signal and a waiter whichever committed later is either seen
+-- what makes it safe to clear a mark: what is marked is looked at first, waiters before signals, and
+-- the waiters to pair last, so of a signal and a waiter whichever committed later is either seen
 -- together with the other here, or keeps its own mark. Each look states its conditions on the table it
 -- locks, so a row that changed meanwhile is judged as it now is. Marks stay while a round is full.
 create or replace function leasetask.deliver_topic(topic text, out woken int, out again boolean)
@@ -1119,13 +1123,13 @@ begin
     select t.id from leasetask.task t
     where t.wait_topic = deliver_topic.topic and t.undelivered
     limit size for no key update nowait);
-  signals := array(
-    select s.id from leasetask.task_signal s
-    where s.topic = deliver_topic.topic and s.consumed_by is null and not s.sticky
-    order by s.id limit size for no key update nowait);
   fresh := array(
     select s.id from leasetask.task_signal s
     where s.topic = deliver_topic.topic and s.undelivered
+    order by s.id limit size for no key update nowait);
+  signals := array(
+    select s.id from leasetask.task_signal s
+    where s.topic = deliver_topic.topic and s.consumed_by is null and not s.sticky
     order by s.id limit size for no key update nowait);
   select s.id, s.payload into latch from leasetask.task_signal s
   where s.topic = deliver_topic.topic and s.sticky order by s.id desc limit 1;

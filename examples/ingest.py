@@ -1,9 +1,9 @@
 """Ingest files: hash each one, copy it, verify the copy, record it; once, whatever crashes.
 
-    export LEASETASK_DSN=postgresql://localhost/media
-    leasetask migrate
-    python examples/ingest.py ~/Pictures /mnt/archive     # one task per file
-    leasetask worker examples/ingest.py:app               # as many of these as you like
+export LEASETASK_DSN=postgresql://localhost/media
+leasetask migrate
+python examples/ingest.py ~/Pictures /mnt/archive     # one task per file
+leasetask worker examples/ingest.py:app               # as many of these as you like
 """
 
 from __future__ import annotations

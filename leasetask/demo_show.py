@@ -1,4 +1,4 @@
-"""What `leasetask demo` prints: a live bar where rich and a terminal are there, else plain lines."""
+"""What `leasetask demo` prints: a live bar on a terminal with rich, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -58,13 +58,17 @@ class LiveShow(Show):
     """A bar that moves, with the events above it."""
 
     def __init__(self, total: int) -> None:
+        from rich import progress  # noqa: PLC0415  # an extra
         from rich.console import Console  # noqa: PLC0415  # an extra
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
         super().__init__(total)
         self._console = Console(highlight=False, markup=False, soft_wrap=True)
-        columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=self._console)
+        self._bar = progress.Progress(
+            progress.BarColumn(bar_width=50),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            console=self._console,
+        )
         self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> Show:
@@ -92,8 +96,9 @@ class LiveShow(Show):
         from rich.table import Table  # noqa: PLC0415  # an extra
 
         table = Table(show_header=False)
-        for justify in ("left", "right", "left"):
-            table.add_column(justify=justify)  # type: ignore[arg-type]
+        table.add_column()
+        table.add_column(justify="right")
+        table.add_column()
         for row in rows:
             table.add_row(*row)
         self._console.print(table)

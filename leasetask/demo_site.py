@@ -1,4 +1,4 @@
-"""What `leasetask demo` sets up and takes down again: folder, server, schema and workers."""
+"""What `leasetask demo` needs around it: files, a folder, a server, a schema, and workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from leasetask import _keeper, demo_worker, embedded, schema
 from leasetask.connection import connect, first
-from leasetask.errors import WorkerError
+from leasetask.errors import ConfigurationError, WorkerError
 
 Connection = psycopg.Connection[Any]
 
@@ -31,6 +31,9 @@ LEASE = 2.0
 WORKERS = 2
 SLOTS = 8
 """Tasks at a time in each worker."""
+
+LONGEST_KEY = 1000
+"""Bytes of a key."""
 
 _GRACE = 5
 _LOG_LINES = 15
@@ -65,6 +68,45 @@ class Site:
         if not self.log.exists():
             return []
         return self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+
+
+def find_files(folder: Path, *, skip_installed: bool) -> list[str]:
+    """Return the relative names of a folder's files.
+
+    Raises:
+        ConfigurationError: there are none, or more than the disk can take.
+    """
+    names, size, left_out = [], 0, 0
+    for place, folders, here in os.walk(folder):
+        if skip_installed:
+            folders[:] = [name for name in folders if name not in ("__pycache__", "site-packages")]
+        for path in (Path(place, name) for name in here):
+            name = str(path.relative_to(folder))
+            if skip_installed and path.suffix == ".pyc":
+                continue
+            if _can_be_task(path, name):
+                names.append(name)
+                size += path.stat().st_size
+            else:
+                left_out += 1
+    if not names:
+        raise ConfigurationError(f"no files to copy in {folder}")
+    scratch = tempfile.gettempdir()
+    if size + 2**28 > shutil.disk_usage(scratch).free:
+        raise ConfigurationError(
+            f"the {size / 1e9:,.1f} GB in {folder} do not fit into {scratch}: "
+            "name a smaller folder, or another place for temporary files in TMPDIR"
+        )
+    more = f" ({left_out:,} unreadable, left out)" if left_out else ""
+    print(f"{len(names):,} files, {size / 1e6:,.0f} MB, in {folder}{more}", flush=True)
+    return sorted(names)
+
+
+def _can_be_task(path: Path, name: str) -> bool:
+    """Whether a file can be read, and its name be a key."""
+    encoded = name.encode(errors="replace")
+    readable = path.is_file() and os.access(path, os.R_OK)
+    return readable and encoded.decode() == name and len(encoded) <= LONGEST_KEY
 
 
 @contextmanager
@@ -142,12 +184,15 @@ class Fleet:
     """The worker processes of a demo; a context manager that leaves none behind.
 
     Args:
+        slots: tasks at a time in each.
         pause: seconds by which each step is slowed down.
     """
 
-    def __init__(self, site: Site, pause: float) -> None:
+    def __init__(self, site: Site, slots: int, pause: float) -> None:
         self._site = site
+        self._slots = slots
         self._workers: list[subprocess.Popen[bytes]] = []
+        self._stdin, self._lifeline = os.pipe()  # the workers end when we do: theirs closes then
         self._environment = {
             **os.environ,
             "LEASETASK_DSN": site.dsn,
@@ -168,16 +213,25 @@ class Fleet:
             except subprocess.TimeoutExpired:
                 worker.kill()
                 worker.wait()
+        os.close(self._stdin)
+        os.close(self._lifeline)
 
     def start(self) -> int:
         """Start a worker as a user would, in a process of its own; return its pid."""
         command = [sys.executable, "-m", "leasetask", "worker", "leasetask.demo_worker:app"]
-        command += ["--concurrency", str(SLOTS), "--lease", str(LEASE), "--grace", str(_GRACE)]
+        command += [
+            "--concurrency",
+            str(self._slots),
+            "--lease",
+            str(LEASE),
+            "--grace",
+            str(_GRACE),
+        ]
         with self._site.log.open("ab") as log:
             worker = subprocess.Popen(
                 command,
                 env=self._environment,
-                stdin=subprocess.PIPE,  # never written to: it ends with us
+                stdin=self._stdin,
                 stdout=log,
                 stderr=log,
                 process_group=0,  # Ctrl-C is for us; we end the workers

@@ -44,7 +44,7 @@ def encode(value: object, type_: Any = Any, *, what: str, limit: int = DEFAULT_L
         except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
             raise PayloadError(f"{what} does not fit {_name(type_)}: {error}") from error
     try:
-        encoded = msgspec.json.encode(_exact(plain, "$", what))
+        encoded = msgspec.json.encode(_exact(plain, "$", what, type_ is not Any))
     except RecursionError as error:
         raise PayloadError(f"{what} is nested too deeply") from error
     if len(encoded) > limit:
@@ -83,7 +83,7 @@ def fingerprint(args: tuple[object, ...], kwargs: dict[str, object]) -> str | No
     if not args and not kwargs:
         return None
     try:
-        plain = _exact([list(args), kwargs], "$", "arguments")
+        plain = _exact([list(args), kwargs], "$", "arguments", True)
     except (PayloadError, RecursionError):
         return None
     encoded = msgspec.json.encode(plain, order="deterministic")
@@ -112,13 +112,17 @@ def annotation_of(function: Callable[..., Any], name: str = "return") -> Any:
         hint = get_type_hints(target, include_extras=True).get(name, Any)
     except NameError as error:
         raise ConfigurationError(
-            f"the annotations of {getattr(target, '__qualname__', target)} cannot be read: {error}"
+            f"the annotations of {getattr(target, '__qualname__', target)} cannot be read: {error}; "
+            "define the type at the top of its module"
         ) from error
     return type(None) if hint is None else hint
 
 
-def _exact(value: object, path: str, what: str) -> object:
-    """Return `value` as jsonb will give it back; refuse what jsonb or JSON would change."""
+def _exact(value: object, path: str, what: str, typed: bool) -> object:
+    """Return `value` as jsonb will give it back; refuse what jsonb or JSON would change.
+
+    `typed`: an annotation makes tuples of lists again.
+    """
     kind = type(value)
     if kind is str:
         return _exact_text(value, path, what)  # type: ignore[arg-type]  # narrowed by `kind`
@@ -126,11 +130,11 @@ def _exact(value: object, path: str, what: str) -> object:
         return value
     if kind is float:
         return _exact_float(value, path, what)  # type: ignore[arg-type]  # narrowed by `kind`
-    if kind is list:
-        return [_exact(item, f"{path}[{i}]", what) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # narrowed by `kind`
+    if kind is list or (kind is tuple and typed):
+        return [_exact(item, f"{path}[{i}]", what, typed) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # narrowed by `kind`
     if kind is dict:
         return {
-            _exact_key(key, path, what): _exact(item, f"{path}.{key}", what)
+            _exact_key(key, path, what): _exact(item, f"{path}.{key}", what, typed)
             for key, item in value.items()  # type: ignore[attr-defined]  # narrowed by `kind`
         }
     raise PayloadError(

@@ -45,11 +45,11 @@ class Kind:
             self.version if version is None else version,
             self.priority,
             self.retry.max_attempts,
-            self.retry.initial,
-            self.retry.factor,
-            self.retry.max_delay,
-            self.retry.jitter,
-            self.deadline,
+            float(self.retry.initial),
+            float(self.retry.factor),
+            float(self.retry.max_delay),
+            float(self.retry.jitter),
+            None if self.deadline is None else float(self.deadline),
         )
 
 

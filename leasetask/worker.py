@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +114,8 @@ class Worker:
         self._hurry = self._hurry or hurry or self._stop_requested
         self._stop_requested = True
         if self.started:
-            self._loop.call_soon_threadsafe(self._notice_stop)
+            with suppress(RuntimeError):  # the loop has closed: it ended by itself meanwhile
+                self._loop.call_soon_threadsafe(self._notice_stop)
 
     def _notice_stop(self) -> None:
         self._changed.set()
@@ -160,6 +162,7 @@ class Worker:
                 self._changed.clear()
             await self._drain(services[3:])
         finally:
+            self.started = False
             for service in services:
                 service.cancel()
             await asyncio.gather(*services, return_exceptions=True)

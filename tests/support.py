@@ -50,7 +50,7 @@ def enqueue(
         "select id::text from leasetask.try_enqueue(%s, %s::jsonb, %s,"
         " delay => make_interval(secs => %s), priority => %s::smallint, max_attempts => %s::int,"
         " backoff_initial => %s::real, backoff_jitter => 0::real,"
-        " deadline => make_interval(secs => %s::float8))",
+        " deadline => %s::float8)",
         [kind, json.dumps(input), key, delay, priority, max_attempts, backoff, deadline],
     ).fetchone()
     assert row is not None

@@ -99,6 +99,10 @@ class Session:
             cursor.execute(sql.encode(), values)
             return cursor.fetchall() if cursor.description else []
 
+    def do(self, sql: str, *values: Any) -> None:
+        """Run a statement whose answer does not matter."""
+        self.conn.execute(sql.encode(), values or None)
+
     def scalar(self, sql: str, *values: Any) -> Any:
         """Run any query and return its first value."""
         return self.rows(sql, *values)[0][0]
@@ -109,7 +113,7 @@ class Session:
         """Return the row of a task."""
         return self.rows("select * from leasetask.task where id = %s", id)[0]
 
-    def enqueue(self, key: str | None = None, input: Any = None, **more: Any) -> str:
+    def enqueue(self, key: str | None = None, input: Any = 0, **more: Any) -> str:
         """Enqueue a task without jitter and return its id."""
         made = self.call(
             "try_enqueue", **{"kind": KIND, "backoff_jitter": 0} | more, key=key, input=input
