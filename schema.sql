@@ -28,6 +28,7 @@
 --           names `status = 'running'` (the planner would walk that index's dead entries).
 -- SQLSTATE  LT001 the key names a task with another input   LT002 no such task
 --           LT003 the task's state does not allow it        LT004 an argument is wrong
+--           LT005 the lease is lost
 
 begin;
 
@@ -784,6 +785,25 @@ language sql stable as $$
   ) r
 $$;
 
+-- The first statement of a worker's business transaction, whose last is checkpoint or finish. The
+-- session may idle for one lease: a frozen worker must not hold business rows longer. `lock`, for an
+-- isolation above READ COMMITTED: takes the task's row at once, since there a heartbeat in between
+-- would make the fence fail; that lock is then the lease, as heartbeat and sweep pass over it.
+-- Raises lock_not_available, and LT005 when the token is not the row's.
+create or replace function leasetask.open_fenced(task uuid, token uuid, lease interval, lock boolean)
+returns void
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+begin
+  perform set_config('idle_in_transaction_session_timeout',
+                     ceil(extract(epoch from lease) * 1000)::bigint::text, true);
+  if lock then
+    perform from leasetask.task t where t.id = task and t.lease_token = token for no key update nowait;
+    if not found then
+      raise exception 'leasetask: the lease of task % is lost', task using errcode = 'LT005';
+    end if;
+  end if;
+end $$;
+
 -- Notes what is known of steps that are not recorded yet: an effect's start, before its `do` runs.
 -- Not a checkpoint: the attempts stay. `already`: the note stands as it is.
 create or replace function leasetask.note(
@@ -909,7 +929,8 @@ begin
   update leasetask.task t
   set status = 'pending',
       attempts = greatest(t.attempts - case when t.abandoned then 0 else 1 end, 0),
-      next_run_at = now_ + make_interval(secs => coalesce(i.delay, 0)),
+      next_run_at = case when i.delay > 0 then now_ + make_interval(secs => i.delay)
+                         else least(t.next_run_at, now_) end,  -- its old place in the queue
       open_steps = t.open_steps || coalesce(i.note, '{}'),
       last_error = case when t.compensating is null then coalesce(i.error, t.last_error) else t.last_error end,
       released_token = t.lease_token,
@@ -1350,7 +1371,8 @@ begin
       suspect = x.suspect or (company and (x.swept > 0 or x.attempts >= x.max_attempts)),
       swept = case when company then least(x.swept + 1, 100) else x.swept end,
       attempts = least(x.attempts, x.max_attempts - 1),
-      next_run_at = case when x.attempts <= 1 or x.abandoned then now_
+      next_run_at = case when x.attempts <= 1 or x.abandoned
+                         then least(x.next_run_at, now_)  -- its old place in the queue
                          else now_ + leasetask.backoff(x.attempts, x.backoff_initial, x.backoff_factor,
                                                        x.backoff_max, x.backoff_jitter) end,
       last_error = case when x.abandoned then x.last_error else reason end,
@@ -1397,16 +1419,50 @@ begin
                where since is null or (e.value ->> 'n')::int < since),
       stored_steps = (select count(*) from leasetask.task_step s where s.task_id = task),
       compensations = (select count(*) from jsonb_each(records) e
-                       where e.value ? 'compensate' and (since is null or (e.value ->> 'n')::int < since)),
+                       where e.value ? 'compensate' and (since is null or (e.value ->> 'n')::int < since))
+                    + (select count(*) from jsonb_each(x.open_steps) e where e.value ? 'compensate'),
       open_steps = (select coalesce(jsonb_object_agg(o.key, o.value - 'tries' - 'error'), '{}')
                     from (select e.key, e.value from jsonb_each(x.open_steps) e
                           union all
-                          select e.key, jsonb_build_object('started', e.value -> 'started')
+                          select e.key, e.value - 'n' - 'ok' - 'ms'
                           from jsonb_each(records) e where (e.value ->> 'n')::int >= since) o
                     where o.value -> 'started' <> 'null'),
       updated_at = now_
   where x.id = task;
   perform leasetask.wake();
+end $$;
+
+-- A person says what became of an effect that nobody could tell about, and the task goes on: `done`
+-- is its result; null: do it again. Raises LT002, and LT003 unless the task failed over this effect.
+create or replace function leasetask.resolve(task uuid, step text, done jsonb) returns void
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+declare
+  t    leasetask.task;
+  note jsonb;
+begin
+  select x.* into t from leasetask.task x where x.id = task for no key update;
+  if not found then
+    raise exception 'leasetask: no task %', task using errcode = 'LT002';
+  end if;
+  note := t.open_steps -> step;
+  if t.status <> 'failed' or t.last_error ->> 'type' <> 'EffectUnknown' or t.last_error ->> 'step' <> step
+     or note is null then
+    raise exception 'leasetask: task % does not wait for a decision on effect %', task, step
+      using errcode = 'LT003';
+  end if;
+  if done is null then
+    note := (note - 'started' - 'token') || jsonb_build_object('ended', note -> 'started');
+  end if;
+  update leasetask.task x
+  set open_steps = case when done is null then x.open_steps || jsonb_build_object(step, note)
+                        else x.open_steps - step end,
+      state = case when done is null then x.state
+                   else x.state || jsonb_build_object(step, (note - 'token') || jsonb_build_object(
+                          'ok', done, 'resolved', true, 'n', 1 + coalesce((
+                            select max((r.value ->> 'n')::int)
+                            from jsonb_each(leasetask.recorded_steps(task)) r), 0))) end
+  where x.id = task;
+  perform leasetask.retry(task);
 end $$;
 
 -- Empties finished tasks older than `age` of their input, state and result; key, id, the input's

@@ -2,6 +2,7 @@
 
 from leasetask.app import App, RunningWorker
 from leasetask.context import AsyncContext, Context
+from leasetask.effects import Attempt, Done, NotDone, Unknown
 from leasetask.errors import (
     IdempotencyConflict,
     LeaseLost,
@@ -19,12 +20,15 @@ __version__ = "0.1.0"
 __all__ = [
     "App",
     "AsyncContext",
+    "Attempt",
     "Context",
+    "Done",
     "Enqueued",
     "IdempotencyConflict",
     "LeaseLost",
     "LeaseTaskError",
     "NonRetryable",
+    "NotDone",
     "PayloadError",
     "Retry",
     "RunningWorker",
@@ -32,4 +36,5 @@ __all__ = [
     "StepFailed",
     "TaskCanceled",
     "TaskView",
+    "Unknown",
 ]

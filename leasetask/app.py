@@ -13,10 +13,9 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import psycopg
-from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
-from leasetask import client, registry
+from leasetask import client, hosts, registry
 from leasetask.connection import CONNECT_TIMEOUT, dsn_or_environment, unavailable
 from leasetask.errors import LeaseTaskError
 from leasetask.model import Enqueued, Retry, TaskView
@@ -36,11 +35,23 @@ class App:
         dsn: a PostgreSQL connection string. By default the environment's LEASETASK_DSN, and
             without that the embedded server of the extra `leasetask[embedded]`, started on demand.
         payload_limit: the largest input, result or signal, in bytes of JSON.
+        transactions: opens the transactions of `ctx.transaction`, in the same database: called
+            without arguments, it gives a context manager that yields a psycopg connection, a
+            SQLAlchemy connection or session, or Django's connection, commits when it is left and
+            rolls back on an exception. `engine.begin` and `sessionmaker.begin` are such. By
+            default a pool of leasetask's own.
     """
 
-    def __init__(self, dsn: str | None = None, *, payload_limit: int = DEFAULT_LIMIT) -> None:
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        payload_limit: int = DEFAULT_LIMIT,
+        transactions: Callable[[], Any] | None = None,
+    ) -> None:
         self._dsn = dsn_or_environment(dsn)
         self._payload_limit = payload_limit
+        self._transactions = transactions
         self._registry = Registry()
         self._pool: ConnectionPool[psycopg.Connection[Any]] | None = None
         self._async_pools: dict[asyncio.AbstractEventLoop, AsyncConnectionPool[Any]] = {}
@@ -148,7 +159,7 @@ class App:
         at: datetime | None = None,
         delay: float | None = None,
         priority: int | None = None,
-        conn: psycopg.Connection[Any] | None = None,
+        conn: Any = None,
     ) -> Enqueued:
         """Enqueue a task; the same kind and key give the same task, for ever.
 
@@ -158,7 +169,8 @@ class App:
             key: names the task within its kind; a fresh one by default.
             at: when it is due, with a time zone. delay: or in how many seconds.
             priority: lower runs sooner; the kind's by default.
-            conn: your own connection: the task is there if your transaction commits.
+            conn: your own connection or session (psycopg, SQLAlchemy, Django): the task is there
+                if your transaction commits.
 
         Raises:
             PayloadError: the input does not fit; nothing was written.
@@ -176,7 +188,7 @@ class App:
         at: datetime | None = None,
         delay: float | None = None,
         priority: int | None = None,
-        conn: psycopg.AsyncConnection[Any] | None = None,
+        conn: Any = None,
     ) -> Enqueued:
         """As `enqueue`; `conn` is an async connection."""
         return await self._call_async(self._enqueue(task, input, key, at, delay, priority), conn)
@@ -190,7 +202,7 @@ class App:
         at: datetime | None = None,
         delay: float | None = None,
         priority: int | None = None,
-        conn: psycopg.Connection[Any] | None = None,
+        conn: Any = None,
     ) -> list[Enqueued]:
         """Enqueue many tasks of one kind in one statement.
 
@@ -214,7 +226,7 @@ class App:
         at: datetime | None = None,
         delay: float | None = None,
         priority: int | None = None,
-        conn: psycopg.AsyncConnection[Any] | None = None,
+        conn: Any = None,
     ) -> list[Enqueued]:
         """As `enqueue_many`; `conn` is an async connection."""
         call = self._enqueue_many(task, inputs, key, at, delay, priority)
@@ -226,7 +238,7 @@ class App:
         payload: Any = None,
         *,
         sticky: bool = False,
-        conn: psycopg.Connection[Any] | None = None,
+        conn: Any = None,
     ) -> int | None:
         """Send a signal to whoever waits on a topic, now or later.
 
@@ -248,19 +260,17 @@ class App:
         payload: Any = None,
         *,
         sticky: bool = False,
-        conn: psycopg.AsyncConnection[Any] | None = None,
+        conn: Any = None,
     ) -> int | None:
         """As `signal`; `conn` is an async connection."""
         call = client.signal(topic, payload, sticky, self._payload_limit, conn is None)
         return await self._call_async(call, conn)
 
-    def clear_signal(self, topic: str, *, conn: psycopg.Connection[Any] | None = None) -> bool:
+    def clear_signal(self, topic: str, *, conn: Any = None) -> bool:
         """End a topic's latch; tell whether there was one."""
         return self._call(client.clear_signal(topic), conn)
 
-    async def clear_signal_async(
-        self, topic: str, *, conn: psycopg.AsyncConnection[Any] | None = None
-    ) -> bool:
+    async def clear_signal_async(self, topic: str, *, conn: Any = None) -> bool:
         """As `clear_signal`."""
         return await self._call_async(client.clear_signal(topic), conn)
 
@@ -269,7 +279,7 @@ class App:
         task_id: str,
         *,
         reason: str | None = None,
-        conn: psycopg.Connection[Any] | None = None,
+        conn: Any = None,
     ) -> str:
         """Ask a task to stop.
 
@@ -288,7 +298,7 @@ class App:
         task_id: str,
         *,
         reason: str | None = None,
-        conn: psycopg.AsyncConnection[Any] | None = None,
+        conn: Any = None,
     ) -> str:
         """As `cancel`; `conn` is an async connection."""
         id_ = client.task_id(task_id)
@@ -307,6 +317,28 @@ class App:
         """As `retry`."""
         id_ = client.task_id(task_id)
         await self._call_async(client.retry(id_), None, id_)
+
+    def resolve(self, task_id: str, step: str, *, done: Any = None, redo: bool = False) -> None:
+        """Decide on an effect whose `reconcile` could not tell; the task goes on.
+
+        Args:
+            step: the effect's name.
+            done: it happened, with this result.
+            redo: it did not; `do` is called again.
+
+        Raises:
+            TaskNotFound, TaskRefused: as they say. ValueError: it is no id.
+        """
+        id_ = client.task_id(task_id)
+        self._call(client.resolve(id_, step, done, redo, self._payload_limit), None, id_)
+
+    async def resolve_async(
+        self, task_id: str, step: str, *, done: Any = None, redo: bool = False
+    ) -> None:
+        """As `resolve`."""
+        id_ = client.task_id(task_id)
+        call = client.resolve(id_, step, done, redo, self._payload_limit)
+        await self._call_async(call, None, id_)
 
     def get(self, task_id: str) -> TaskView:
         """Return what is known of a task.
@@ -379,12 +411,18 @@ class App:
             roles=tuple(roles),
             payload_limit=self._payload_limit,
             spec=self._import_spec(),
+            transactions=self._transactions,
         )
         return RunningWorker(Worker(self._registry, self.dsn, options))
 
     def worker(self, options: WorkerOptions) -> Worker:
         """Return a worker to be served in the caller's own event loop."""
         return Worker(self._registry, self.dsn, options)
+
+    @property
+    def transactions(self) -> Callable[[], Any] | None:
+        """The user's own source of transactions."""
+        return self._transactions
 
     @property
     def payload_limit(self) -> int:
@@ -446,7 +484,7 @@ class App:
     def _call(
         self,
         call: client.Call[client.T],
-        conn: psycopg.Connection[Any] | None,
+        conn: Any,
         task_id: str | None = None,
     ) -> client.T:
         if conn is not None:
@@ -457,7 +495,7 @@ class App:
     async def _call_async(
         self,
         call: client.Call[client.T],
-        conn: psycopg.AsyncConnection[Any] | None,
+        conn: Any,
         task_id: str | None = None,
     ) -> client.T:
         if conn is not None:
@@ -507,24 +545,12 @@ _POOL: dict[str, Any] = {
 }
 
 
-def _on(conn: psycopg.Connection[Any]) -> Callable[[Query], client.Rows]:
-    """Run queries in a cursor of our own, whatever row factory the connection has."""
-
-    def execute(query: Query) -> client.Rows:
-        with conn.cursor(row_factory=tuple_row) as cursor:
-            cursor.execute(*query)
-            return cursor.fetchall() if cursor.description else []
-
-    return execute
+def _on(conn: Any) -> Callable[[Query], client.Rows]:
+    return lambda query: hosts.execute(conn, query)
 
 
-def _on_async(conn: psycopg.AsyncConnection[Any]) -> Any:
-    async def execute(query: Query) -> client.Rows:
-        async with conn.cursor(row_factory=tuple_row) as cursor:
-            await cursor.execute(*query)
-            return await cursor.fetchall() if cursor.description else []
-
-    return execute
+def _on_async(conn: Any) -> Callable[[Query], Any]:
+    return lambda query: hosts.execute_async(conn, query)
 
 
 class RunningWorker:

@@ -56,7 +56,7 @@ class Claimer:
         self._suspects = suspects
         self._sinces: dict[tuple[str, int, int], datetime] = {}
         self._scanned_at = float("-inf")
-        self._scan_cost = 0.0
+        self._scan_costs = (0.0, 0.0)
         self._next_due: float | None = None
         self._found = 0
         self._scanned = False
@@ -87,6 +87,11 @@ class Claimer:
         self._remember(claimed)
         return claimed
 
+    @property
+    def _scan_cost(self) -> float:
+        """What a scan costs, in seconds: a slow head stays slow, a cold plan does not."""
+        return min(self._scan_costs)
+
     async def settle(self) -> float:
         """Return the seconds to pause before the next claim; become idle or busy on the way."""
         now = time.monotonic()
@@ -96,7 +101,8 @@ class Claimer:
                 await self._set_idle(False)
             return 0.0
         if not self._scanned:
-            return max(0.0, self._scanned_at + _SCAN_SHARE * self._scan_cost - now)
+            again = self._scanned_at + _SCAN_SHARE * self._scan_cost - now
+            return min(self._interval, max(0.0, again))
         stale = idle and now - (self._idle_since or now) > _IDLE_REFRESH
         if not self._suspects and (stale or (not idle and self._rate < _BUSY_RATE)):
             await self._set_idle(True)
@@ -129,7 +135,7 @@ class Claimer:
         )
         self._sinces = {}
         self._scanned_at = time.monotonic()
-        self._scan_cost = self._scanned_at - began if len(rows) < n else 0.0
+        self._scan_costs = (self._scan_costs[1], self._scanned_at - began if len(rows) < n else 0.0)
         self._next_due = None
         if rows and rows[-1][0] is None:
             self._next_due = self._scanned_at + protocol.seconds_until_due(rows.pop())

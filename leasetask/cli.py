@@ -199,6 +199,7 @@ def worker(
         payload_limit=app.payload_limit,
         spec=spec,
         alone=alone,
+        transactions=app.transactions,
     )
     server = dsn_or_environment(dsn) or app.dsn
     schema.check(server)
@@ -369,6 +370,28 @@ def retry(task_id: str, dsn: str | None, as_json: bool) -> None:
     id_ = client.task_id(task_id)
     _ask(_server(dsn), client.retry(id_), id_)
     _print({"id": id_, "status": "pending"}, as_json, f"{id_}  due again")
+
+
+@cli.command()
+@click.argument("task_id", metavar="ID")
+@click.argument("step")
+@click.option("--done", metavar="JSON", help="It happened, with this result.")
+@click.option("--redo", is_flag=True, help="It did not happen: do it again.")
+@_dsn_option
+@_json_option
+def resolve(
+    task_id: str, step: str, done: str | None, redo: bool, dsn: str | None, as_json: bool
+) -> None:
+    """Decide on an effect of which nobody can tell whether it happened.
+
+    Example: leasetask resolve 0190… add-torrent --done '"abc123"'
+    """
+    if redo == (done is not None):
+        raise click.UsageError("give --done JSON or --redo")
+    id_ = client.task_id(task_id)
+    value = None if done is None else _parse_json(done, "--done")
+    _ask(_server(dsn), client.resolve(id_, step, value, redo, client.DEFAULT_LIMIT), id_)
+    _print({"id": id_, "status": "pending"}, as_json, f"{id_}  decided; due again")
 
 
 @cli.command()

@@ -193,6 +193,12 @@ def retry(id_: str) -> Call[None]:
     yield protocol.retry(id_)
 
 
+def resolve(id_: str, step: str, done: object, redo: bool, limit: int) -> Call[None]:
+    """Decide on an effect that nobody can tell about; raises TaskNotFound, TaskRefused."""
+    encoded = None if redo else encode(done, what=f"result of effect {step!r}", limit=limit)
+    yield protocol.resolve(id_, step, encoded)
+
+
 def signal(
     topic: str, payload: object, sticky: bool, limit: int, outside: bool
 ) -> Call[int | None]:

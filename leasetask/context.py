@@ -6,10 +6,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, overload
 
-from leasetask import verbs
+from leasetask import business, compensation, effects, steps, waits
+from leasetask.effects import Attempt
 from leasetask.model import Retry
+from leasetask.operations import Verb, drive, drive_async
 from leasetask.run import Run, logger_for
-from leasetask.verbs import StepOptions
+from leasetask.steps import StepOptions
+from leasetask.transactions import Isolation
 
 T = TypeVar("T")
 
@@ -105,11 +108,11 @@ class Context(_Base):
             DuplicateStep, NonDeterminismError: the handler is at fault; the task fails.
         """
         options = StepOptions(retry, retry_on, timeout, inserted, compensate)
-        return verbs.drive(self._run, verbs.step(self._run, name, function, args, kwargs, options))
+        return drive(self._run, steps.step(self._run, name, function, args, kwargs, options))
 
     def sleep(self, seconds: float, *, name: str | None = None) -> None:
         """Free the worker and go on after `seconds`; a year is fine. Spends no attempt."""
-        verbs.drive(self._run, verbs.sleep(self._run, seconds, name))
+        drive(self._run, waits.sleep(self._run, seconds, name))
 
     def wait_signal(
         self,
@@ -130,7 +133,7 @@ class Context(_Base):
         Raises:
             SignalTimeout: recorded, so that every replay takes the same way.
         """
-        return verbs.drive(self._run, verbs.wait_signal(self._run, topic, timeout, name, type))
+        return drive(self._run, waits.wait_signal(self._run, topic, timeout, name, type))
 
     def wait_for(
         self,
@@ -151,11 +154,81 @@ class Context(_Base):
             retry: tries of a check that raises.
         """
         options = StepOptions(retry=retry)
-        return verbs.drive(self._run, verbs.wait_for(self._run, name, check, topic, every, options))
+        return drive(self._run, waits.wait_for(self._run, name, check, topic, every, options))
+
+    def transaction(
+        self,
+        name: str,
+        function: Callable[..., T],
+        *args: Any,
+        isolation: Isolation = "read committed",
+        retry: Retry | None = None,
+        retry_on: tuple[type[Exception], ...] = (),
+        inserted: bool = False,
+        compensate: Callable[..., Any] | None = None,
+    ) -> T:
+        """Run `function(db, *args)` in a transaction that commits together with the step's record.
+
+        Its writes are there if and only if the record is. It may be called again if the commit was
+        refused for the moment: it must do nothing outside the transaction. The server ends the
+        transaction if the worker freezes for a whole lease inside it.
+
+        Args:
+            function: gets a psycopg connection (or what `App(transactions=…)` yields) inside the
+                transaction; it neither commits nor rolls back.
+            isolation: above READ COMMITTED the task's row is locked from the start. With
+                `App(transactions=…)` your factory sets the level, and this tells what it is.
+            retry, retry_on, inserted, compensate: as in `step`.
+
+        Raises:
+            LeaseLost: the transaction was rolled back. StepFailed: as in `step`.
+        """
+        options = StepOptions(retry, retry_on, None, inserted, compensate)
+        return drive(
+            self._run, business.transaction(self._run, name, function, args, isolation, options)
+        )
+
+    def complete(
+        self, function: Callable[..., T], *args: Any, isolation: Isolation = "read committed"
+    ) -> T:
+        """`return ctx.complete(function, …)`: the last business write and the task's end, in one commit.
+
+        As `transaction`, but for the record: what the function returns is the task's result.
+        """
+        return drive(self._run, business.complete(self._run, function, args, isolation))
+
+    def effect(
+        self,
+        name: str,
+        do: Callable[[Attempt], T],
+        reconcile: Callable[[Attempt], Any],
+        *,
+        retry: Retry | None = None,
+        retry_on: tuple[type[Exception], ...] = (),
+        timeout: float | None = None,
+        inserted: bool = False,
+        compensate: Callable[..., Any] | None = None,
+    ) -> T:
+        """Do something outside that must not happen twice.
+
+        The start is committed before `do(attempt)`. If a later run, or a later try, finds a start
+        without a result, `reconcile(attempt)` is asked first.
+
+        Args:
+            do: gets an `Attempt`, whose `key` is the same for all attempts.
+            reconcile: looks outside, and returns `Done(result)`, `NotDone()` or `Unknown(reason)`.
+            retry, retry_on, timeout, inserted, compensate: as in `step`.
+
+        Raises:
+            EffectUnknown: let it pass: the task is a dead letter until `leasetask resolve`.
+            StepFailed: as in `step`.
+        """
+        options = StepOptions(retry, retry_on, timeout, inserted, compensate)
+        return drive(self._run, effects.effect(self._run, name, do, reconcile, options))
 
     def compensate(self, name: str, function: Callable[..., Any], *args: Any) -> None:
         """Register `function(*args)` to be run if the task is canceled or fails for good."""
-        verbs.drive(self._run, verbs.compensate(self._run, name, function, args))
+        drive(self._run, compensation.compensate(self._run, name, function, args))
 
 
 class AsyncContext(_Base):
@@ -189,13 +262,13 @@ class AsyncContext(_Base):
         A `def` function runs in the event loop: what blocks belongs into `asyncio.to_thread`.
         """
         options = StepOptions(retry, retry_on, timeout, inserted, compensate)
-        return await verbs.drive_async(
-            self._run, verbs.step(self._run, name, function, args, kwargs, options)
+        return await drive_async(
+            self._run, steps.step(self._run, name, function, args, kwargs, options)
         )
 
     async def sleep(self, seconds: float, *, name: str | None = None) -> None:
         """As `Context.sleep`."""
-        await verbs.drive_async(self._run, verbs.sleep(self._run, seconds, name))
+        await drive_async(self._run, waits.sleep(self._run, seconds, name))
 
     async def wait_signal(
         self,
@@ -206,8 +279,8 @@ class AsyncContext(_Base):
         type: Any = Any,
     ) -> Any:
         """As `Context.wait_signal`."""
-        return await verbs.drive_async(
-            self._run, verbs.wait_signal(self._run, topic, timeout, name, type)
+        return await drive_async(
+            self._run, waits.wait_signal(self._run, topic, timeout, name, type)
         )
 
     async def wait_for(
@@ -221,10 +294,52 @@ class AsyncContext(_Base):
     ) -> Any:
         """As `Context.wait_for`; `check` may be `def` or `async def`."""
         options = StepOptions(retry=retry)
-        return await verbs.drive_async(
-            self._run, verbs.wait_for(self._run, name, check, topic, every, options)
+        return await drive_async(
+            self._run, waits.wait_for(self._run, name, check, topic, every, options)
         )
+
+    async def transaction(
+        self,
+        name: str,
+        function: Callable[..., Awaitable[T]],
+        *args: Any,
+        isolation: Isolation = "read committed",
+        retry: Retry | None = None,
+        retry_on: tuple[type[Exception], ...] = (),
+        inserted: bool = False,
+        compensate: Callable[..., Any] | None = None,
+    ) -> T:
+        """As `Context.transaction`, on an async connection; `function` is `async def`."""
+        options = StepOptions(retry, retry_on, None, inserted, compensate)
+        verb: Verb[Any] = business.transaction(self._run, name, function, args, isolation, options)
+        return await drive_async(self._run, verb)
+
+    async def complete(
+        self,
+        function: Callable[..., Awaitable[T]],
+        *args: Any,
+        isolation: Isolation = "read committed",
+    ) -> T:
+        """As `Context.complete`; `function` is `async def`."""
+        verb: Verb[Any] = business.complete(self._run, function, args, isolation)
+        return await drive_async(self._run, verb)
+
+    async def effect(
+        self,
+        name: str,
+        do: Callable[[Attempt], Any],
+        reconcile: Callable[[Attempt], Any],
+        *,
+        retry: Retry | None = None,
+        retry_on: tuple[type[Exception], ...] = (),
+        timeout: float | None = None,
+        inserted: bool = False,
+        compensate: Callable[..., Any] | None = None,
+    ) -> Any:
+        """As `Context.effect`; `do` and `reconcile` may be `def` or `async def`."""
+        options = StepOptions(retry, retry_on, timeout, inserted, compensate)
+        return await drive_async(self._run, effects.effect(self._run, name, do, reconcile, options))
 
     async def compensate(self, name: str, function: Callable[..., Any], *args: Any) -> None:
         """As `Context.compensate`."""
-        await verbs.drive_async(self._run, verbs.compensate(self._run, name, function, args))
+        await drive_async(self._run, compensation.compensate(self._run, name, function, args))

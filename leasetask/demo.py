@@ -22,6 +22,7 @@ from leasetask.demo_ingest import app as example
 from leasetask.demo_show import Row, Show, open_show
 from leasetask.demo_site import (
     LEASE,
+    POLL,
     SLOTS,
     WORKERS,
     Connection,
@@ -35,7 +36,6 @@ from leasetask.demo_site import (
 from leasetask.demo_worker import END
 from leasetask.errors import LeaseTaskError, WorkerError
 
-POLL = 0.05
 PATIENCE = 60.0
 """Seconds without a finished task after which the demo gives up."""
 
@@ -43,7 +43,7 @@ FEW = 300
 """Fewer files than this would be done in a moment: their steps pause."""
 
 SHOWN = 5
-"""Files in trouble that are named."""
+"""Troubles that are named."""
 
 
 @dataclass
@@ -96,14 +96,16 @@ def run_demo(folder: Path | None, dsn: str | None, *, keep: bool) -> int:
                 story = ingest_all(site, conn, source, files, show)
             result = audit(site, conn, source, files)
         except (LeaseTaskError, psycopg.Error):
-            _print_log(site)
+            site.print_log()
             raise
         show.table(_rows(result, story))
-        if not result.passed:
-            print("FAILED:", *result.troubles[:SHOWN], sep="\n  ")
-            _print_log(site)
+        if result.passed:
+            print("Every file is there, right, and once.")
         else:
-            print("nothing lost, nothing done twice")
+            print("FAILED", *result.troubles[:SHOWN], sep="\n  ")
+            site.print_log()
+        if keep:
+            print(f"kept: {site.folder}; in the database: schema and kind {site.name}")
         return 0 if result.passed else 1
 
 
@@ -113,7 +115,7 @@ def run_demo(folder: Path | None, dsn: str | None, *, keep: bool) -> int:
 def ingest_all(site: Site, conn: Connection, source: Path, files: list[str], show: Show) -> Story:
     """Have every file ingested, with a worker killed on the way."""
     enqueue(site, conn, source, files)
-    show.line(f"{len(files):,} tasks and their business table committed in one transaction")
+    show.line(f"{_tasks(len(files))} and their business table committed in one transaction")
     slots, pause = SLOTS, 0.0
     if len(files) < FEW:
         slots = max(1, min(SLOTS, len(files) // 6))
@@ -184,9 +186,8 @@ class Watch:
         self._story.kill = kill
         self._story.killed_after = time.monotonic() - self._began
         self._story.done_before = ended
-        self._show.line(
-            f"worker {kill.pid} killed with SIGKILL, {len(kill.held)} tasks in its hands"
-        )
+        held = _tasks(len(kill.held))
+        self._show.line(f"worker {kill.pid} killed with SIGKILL, {held} in its hands")
         self._show.line(f"worker {self._fleet.start()} started in its place")
 
     def _look_for_recovery(self, kill: Kill) -> None:
@@ -229,7 +230,8 @@ def audit(site: Site, conn: Connection, source: Path, files: list[str]) -> Audit
         result.succeeded += status == "succeeded"
         if status != "succeeded" or recorded is None or not copy.is_file():
             result.lost += 1
-            result.troubles.append(f"{name}: lost; its task is {status} ({error})")
+            what = error or f"row: {recorded is not None}, copy: {copy.is_file()}"
+            result.troubles.append(f"{name}: task {status}, {what}")
         elif sha256_of(copy) == recorded == sha256_of(source / name):
             result.verified += 1
         else:
@@ -237,10 +239,13 @@ def audit(site: Site, conn: Connection, source: Path, files: list[str]) -> Audit
     return result
 
 
-def sha256_of(path: Path) -> str:
-    """Hash a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(path: Path) -> str | None:
+    """Hash a file; None if it cannot be read (any more)."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 def read_ledger(ledger: Path) -> tuple[int, int, int]:
@@ -268,24 +273,23 @@ def read_ledger(ledger: Path) -> tuple[int, int, int]:
 
 
 def _rows(result: Audit, story: Story) -> list[Row]:
-    kill, after = story.kill, story.recovered_after
-    killed = (
-        (f"{story.killed_after:.1f} s", f"{story.done_before:,} tasks done")
-        if kill
-        else ("never", "all was done too soon")
-    )
+    again = f"{result.cut_off:,} of them again, cut off by the kill" if result.cut_off else ""
+    killed = recovered = ("never", "all was done too soon")
+    if story.kill is not None:
+        killed = (f"{story.killed_after:.1f} s", f"with {_tasks(story.done_before)} done")
+        after = story.recovered_after
+        recovered = ("-" if after is None else f"{after:.1f} s", f"of which {LEASE:g} s lease")
     return [
         ("files", f"{result.files:,}", ""),
         ("tasks succeeded", f"{result.succeeded:,}", f"in {story.seconds:.1f} s"),
-        ("steps run", f"{result.steps:,}", f"{result.cut_off} of them again, cut off by the kill"),
+        ("steps run", f"{result.steps:,}", again),
         ("killed at", *killed),
-        ("first recovered after", "-" if after is None else f"{after:.1f} s", f"lease {LEASE:g} s"),
+        ("first recovered after", *recovered),
         ("copies verified by hash", f"{result.verified:,}", ""),
-        ("lost", f"{result.lost:,}", ""),
-        ("duplicated", f"{result.duplicated:,}", ""),
+        ("lost", f"{result.lost:,}", "files without a finished task, a row or a copy"),
+        ("duplicated", f"{result.duplicated:,}", "business rows, and steps run after their record"),
     ]
 
 
-def _print_log(site: Site) -> None:
-    if tail := site.log_tail():
-        print("the workers' last words:", *tail, sep="\n  ")
+def _tasks(count: int) -> str:
+    return "1 task" if count == 1 else f"{count:,} tasks"

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -32,10 +33,15 @@ WORKERS = 2
 SLOTS = 8
 """Tasks at a time in each worker."""
 
-LONGEST_KEY = 1000
-"""Bytes of a key."""
+POLL = 0.05
+"""Seconds between looks."""
+
+_LONGEST_KEY = 1000
+_ROOM = 2**28
+"""Bytes that the server may need beside the copies."""
 
 _GRACE = 5
+_SERVER_STOP = 20
 _LOG_LINES = 15
 
 
@@ -63,11 +69,11 @@ class Site:
         """What the workers print."""
         return self.folder / "worker.log"
 
-    def log_tail(self) -> list[str]:
-        """Return the log's last lines."""
-        if not self.log.exists():
-            return []
-        return self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    def print_log(self) -> None:
+        """Print the log's last lines."""
+        if self.log.exists():
+            lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+            print("the workers' last words:", *lines, sep="\n  ")
 
 
 def find_files(folder: Path, *, skip_installed: bool) -> list[str]:
@@ -76,37 +82,42 @@ def find_files(folder: Path, *, skip_installed: bool) -> list[str]:
     Raises:
         ConfigurationError: there are none, or more than the disk can take.
     """
-    names, size, left_out = [], 0, 0
+    sizes: dict[str, int] = {}
+    left_out = 0
     for place, folders, here in os.walk(folder):
         if skip_installed:
             folders[:] = [name for name in folders if name not in ("__pycache__", "site-packages")]
         for path in (Path(place, name) for name in here):
-            name = str(path.relative_to(folder))
             if skip_installed and path.suffix == ".pyc":
                 continue
-            if _can_be_task(path, name):
-                names.append(name)
-                size += path.stat().st_size
-            else:
+            name = str(path.relative_to(folder))
+            size = _size_of(path, name)
+            if size is None:
                 left_out += 1
-    if not names:
+            else:
+                sizes[name] = size
+    if not sizes:
         raise ConfigurationError(f"no files to copy in {folder}")
-    scratch = tempfile.gettempdir()
-    if size + 2**28 > shutil.disk_usage(scratch).free:
+    total, scratch = sum(sizes.values()), tempfile.gettempdir()
+    if total + _ROOM > shutil.disk_usage(scratch).free:
         raise ConfigurationError(
-            f"the {size / 1e9:,.1f} GB in {folder} do not fit into {scratch}: "
+            f"the {total / 1e9:,.1f} GB in {folder} do not fit into {scratch}: "
             "name a smaller folder, or another place for temporary files in TMPDIR"
         )
     more = f" ({left_out:,} unreadable, left out)" if left_out else ""
-    print(f"{len(names):,} files, {size / 1e6:,.0f} MB, in {folder}{more}", flush=True)
-    return sorted(names)
+    print(f"{len(sizes):,} files, {total / 1e6:,.0f} MB, in {folder}{more}", flush=True)
+    return sorted(sizes)
 
 
-def _can_be_task(path: Path, name: str) -> bool:
-    """Whether a file can be read, and its name be a key."""
+def _size_of(path: Path, name: str) -> int | None:
+    """Return a file's size; None if it cannot be read, or its name cannot be a task's key."""
     encoded = name.encode(errors="replace")
-    readable = path.is_file() and os.access(path, os.R_OK)
-    return readable and encoded.decode() == name and len(encoded) <= LONGEST_KEY
+    if encoded.decode() != name or len(encoded) > _LONGEST_KEY:
+        return None
+    try:
+        return path.stat().st_size if path.is_file() and os.access(path, os.R_OK) else None
+    except OSError:
+        return None
 
 
 @contextmanager
@@ -142,8 +153,8 @@ def open_site(dsn: str | None, *, keep: bool) -> Iterator[Site]:
             folder.chmod(0o711)  # the server runs as somebody else then, who has to pass through
         server = dsn
         if server is None:
-            server = embedded.ensure(folder / "server")
             cleanup.callback(_stop_server, folder / "server")
+            server = embedded.ensure(folder / "server")
         schema.migrate(server)
         name = f"leasetask_demo_{secrets.token_hex(4)}"
         options = f"{conninfo_to_dict(server).get('options') or ''} -c search_path={name}"
@@ -157,8 +168,12 @@ def open_site(dsn: str | None, *, keep: bool) -> Iterator[Site]:
 def _stop_server(folder: Path) -> None:
     """Leave the embedded server, and wait until its last process has let go of the lock."""
     embedded.release(folder)
-    with (folder / _keeper.LOCK).open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    deadline = time.monotonic() + _SERVER_STOP
+    while (folder / _keeper.LOCK).exists() and time.monotonic() < deadline:
+        with (folder / _keeper.LOCK).open() as lock, suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(POLL)
 
 
 def _clean_database(site: Site) -> None:

@@ -105,6 +105,18 @@ class SignalTimeout(LeaseTaskError, TimeoutError):
         self.number = number
 
 
+class EffectUnknown(LeaseTaskError):
+    """Nobody can tell whether an effect happened; the task is a dead letter until a person decides.
+
+    Attributes:
+        step: the effect's name.
+    """
+
+    def __init__(self, message: str, *, step: str) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class TaskCanceled(LeaseTaskError):
     """The task was asked to cancel: no further step starts."""
 

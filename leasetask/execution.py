@@ -8,11 +8,12 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
-from leasetask import verbs
+from leasetask import compensation, operations
 from leasetask.branches import Branches
 from leasetask.context import AsyncContext, Context
 from leasetask.errors import (
     ConfigurationError,
+    EffectUnknown,
     LeaseLost,
     NonRetryable,
     PayloadError,
@@ -23,11 +24,11 @@ from leasetask.errors import (
     SuspensionSwallowed,
     TaskCanceled,
 )
-from leasetask.model import Fail, Finish, Lost, Outcome, Release, Suspend, Wait
+from leasetask.model import Completed, Fail, Finish, Lost, Outcome, Release, Suspend, Wait
 from leasetask.payload import convert, encode
 from leasetask.run import HandBack, Run, StepRetry, Suspended, current_run
 from leasetask.threads import Threads
-from leasetask.verbs import describe
+from leasetask.steps import describe
 
 
 async def execute(run: Run, threads: Threads) -> Outcome:
@@ -59,7 +60,7 @@ async def _execute_async(run: Run, value: Any) -> Outcome:
     try:
         context = AsyncContext(run)
         arguments = (context, value) if run.kind.takes_input else (context,)
-        result = await verbs.within(run.kind.timeout, run.kind.handler(*arguments), run.label)
+        result = await operations.within(run.kind.timeout, run.kind.handler(*arguments), run.label)
     except BaseException as raised:
         error = raised
     finally:
@@ -79,7 +80,7 @@ async def _execute_async(run: Run, value: Any) -> Outcome:
 
 async def _compensate_async(run: Run) -> BaseException | None:
     try:
-        await verbs.drive_async(run, verbs.run_compensations(run))
+        await operations.drive_async(run, compensation.run_compensations(run))
     except BaseException as error:
         return error
     return None
@@ -131,7 +132,7 @@ def _run_handler(run: Run, value: Any) -> Outcome:
     if _compensates(run, error):
         error = None
         try:
-            verbs.drive(run, verbs.run_compensations(run))
+            operations.drive(run, compensation.run_compensations(run))
         except BaseException as raised:
             error = raised
     return conclude(run, result, error)
@@ -152,6 +153,8 @@ def _compensates(run: Run, error: BaseException | None) -> bool:
 
 def conclude(run: Run, result: Any, error: BaseException | None) -> Outcome:
     """Say what becomes of a run that returned `result` or raised `error`."""
+    if run.completed:
+        return Completed()
     if run.lost is not None or isinstance(error, LeaseLost):
         return Lost(run.lost or str(error))
     if error is None:
@@ -208,6 +211,11 @@ def _raised(run: Run, error: BaseException) -> Outcome:
     for leaf in leaves:
         if isinstance(leaf, ReplayError):
             return Fail(describe(leaf, run.attempt), retryable=False, outright=True)
+    for leaf in leaves:
+        if isinstance(leaf, EffectUnknown):
+            # Not even compensations may run before a person has said what happened.
+            details = {**describe(leaf, run.attempt), "step": leaf.step}
+            return Fail(details, retryable=False, outright=True)
     for leaf in leaves:
         if isinstance(leaf, StepFailed | SignalTimeout):
             # `n` tells the operator's retry from which record on to begin again.

@@ -115,7 +115,8 @@ class Heartbeat(threading.Thread):
             if ack.answer == "lost":
                 if not run.ending:
                     run.lose("its lease went to another worker, or was swept")
-            elif ack.answer == "done":
+            elif ack.answer == "done" or run.holds_row:
+                # A row locked by our own transaction: nobody can sweep it, and the fence renews it.
                 run.renew(sent_at)
                 if ack.cancel_requested:
                     run.request_cancel()

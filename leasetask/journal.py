@@ -60,6 +60,10 @@ class Journal:
         """Return what is known of a step begun and not recorded."""
         return self._open.get(name, {})
 
+    def remember(self, name: str, known: Record) -> None:
+        """Keep what this run has learned of a step not recorded yet."""
+        self._open[name] = known
+
     @property
     def complete(self) -> bool:
         """Whether all that was recorded has been asked for."""

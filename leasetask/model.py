@@ -205,7 +205,12 @@ class Lost:
     reason: str
 
 
-Outcome = Finish | Suspend | Release | Fail | Lost
+@dataclass(slots=True)
+class Completed:
+    """The handler ended its task itself, together with its last business write."""
+
+
+Outcome = Finish | Suspend | Release | Fail | Lost | Completed
 
 
 @dataclass(slots=True)

@@ -158,6 +158,11 @@ def retry(task_id: str) -> Query:
     return Query("select leasetask.retry(%s::uuid)", (task_id,))
 
 
+def resolve(task_id: str, step: str, done: str | None) -> Query:
+    """No rows. `done`: the effect's result as JSON; None: do it again."""
+    return Query("select leasetask.resolve(%s::uuid, %s, %s::text::jsonb)", (task_id, step, done))
+
+
 _VIEW: LiteralString = """
 select t.id::text, t.kind, t.handler_version, t.idempotency_key, t.status, t.priority, t.attempts,
   t.max_attempts, t.runs, t.input, t.result, t.last_error,
@@ -251,7 +256,7 @@ def checkpoint(items: Sequence[Item[Checkpoint]], lease: float) -> Query:
         for i in items
     ]
     return Query(
-        "select ord, answer, cancel_requested, recorded from leasetask.checkpoint("
+        "select ord, answer, cancel_requested, recorded::text from leasetask.checkpoint("
         "%s::uuid[], %s::uuid[], %s::text[]::jsonb[], make_interval(secs => %s), %s::int[])",
         (
             [i.id for i in items],
@@ -260,6 +265,17 @@ def checkpoint(items: Sequence[Item[Checkpoint]], lease: float) -> Query:
             lease,
             [i.body.compensations for i in items],
         ),
+    )
+
+
+def open_fenced(task_id: str, token: str, lease: float, *, lock: bool) -> Query:
+    """Rows: not to be read. The first statement of a business transaction.
+
+    `lock`: take the task's row now; raises lock_not_available, or LT005 for a lost lease.
+    """
+    return Query(
+        "select leasetask.open_fenced(%s::uuid, %s::uuid, make_interval(secs => %s), %s)",
+        (task_id, token, lease, lock),
     )
 
 
@@ -347,8 +363,13 @@ def abandon(items: Sequence[Item[None]], seconds: float) -> Query:
 
 
 def ack(row: Sequence[Any]) -> Ack:
-    """Read a row of checkpoint or note."""
-    return Ack(row[1], row[2], row[3] if len(row) > 3 else None)
+    """Read a row of checkpoint, note or heartbeat; of finish inside a business transaction too."""
+    recorded = row[3] if len(row) > 3 else None
+    return Ack(
+        row[1],
+        cancel_requested=row[2] is True,
+        recorded=None if recorded is None else msgspec.json.decode(recorded),
+    )
 
 
 def end_ack(row: Sequence[Any]) -> Ack:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -43,6 +44,18 @@ class Port(Protocol):
 
     async def snapshot(self) -> str:
         """Return the server's current snapshot, as text."""
+
+
+class TransactionSource(Protocol):
+    """Opens the transactions of `ctx.transaction`, and watches over them."""
+
+    keeper: Any
+
+    def open(self, isolation: Any) -> AbstractContextManager[Any]:
+        """Open one for a sync handler."""
+
+    def open_async(self, isolation: Any) -> AbstractAsyncContextManager[Any]:
+        """Open one for an async handler."""
 
 
 class Suspended(BaseException):
@@ -83,6 +96,7 @@ class Run:
     kind: Kind
     journal: Journal
     port: Port
+    transactions: TransactionSource
     loop: asyncio.AbstractEventLoop
     payload_limit: int
     lease: float
@@ -92,6 +106,8 @@ class Run:
     cancel_requested: bool = False
     handing_back: bool = False
     ending: bool = False
+    completed: bool = False
+    holds_row: bool = False
     times_out_at: float | None = None
     on_timeout: Callable[[], object] | None = None
     parked: list[Parked] = field(default_factory=list)

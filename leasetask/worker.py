@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +29,15 @@ from leasetask.journal import Journal
 from leasetask.link import Link
 from leasetask.listener import listen
 from leasetask.maintenance import Maintenance
-from leasetask.model import Ack, Claimed, Fail, Lost, Outcome, Suspend
+from leasetask.model import Ack, Claimed, Completed, Fail, Lost, Outcome, Suspend
 from leasetask.payload import DEFAULT_LIMIT
 from leasetask.protocol import Item
 from leasetask.registry import Registry
 from leasetask.run import Run
+from leasetask.sources import Transactions
+from leasetask.steps import describe
 from leasetask.threads import Threads
-from leasetask.verbs import describe
+from leasetask.transactions import Keeper
 
 logger = logging.getLogger("leasetask")
 
@@ -63,6 +65,7 @@ class WorkerOptions:
         roles: `worker` runs tasks, `sweep` recovers expired leases.
         spec: how a child process imports the App (`module:app`), to run suspects alone.
         alone: run suspects only, one at a time, and end when there is none.
+        transactions: the user's own source of transactions, see `App`.
     """
 
     concurrency: int = 20
@@ -73,6 +76,7 @@ class WorkerOptions:
     payload_limit: int = DEFAULT_LIMIT
     spec: str | None = None
     alone: bool = False
+    transactions: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
@@ -146,9 +150,14 @@ class Worker:
             sweeps="sweep" in self._options.roles and not self._options.alone,
             on_suspects=None if self._options.alone else self._run_suspects,
         )
+        keeper = Keeper(shortest)
+        self._transactions = Transactions(
+            self._dsn, self._options.concurrency, keeper, self._options.transactions
+        )
         self.started = True
-        self._heartbeat.start()
-        watchdog.start()
+        threads = (self._heartbeat, watchdog, keeper)
+        for thread in threads:
+            thread.start()
         services = [
             self._service(self._committer.serve()),
             self._service(self._maintenance.serve()),
@@ -166,9 +175,10 @@ class Worker:
             for service in services:
                 service.cancel()
             await asyncio.gather(*services, return_exceptions=True)
-            self._heartbeat.stop()
-            watchdog.stop()
+            for thread in threads:
+                thread.stop()
             self._threads.close()
+            await self._transactions.close()
             for link in (self._claims, self._commits, chores, ears):
                 await link.close()
         if self._fatal is not None:
@@ -243,6 +253,7 @@ class Worker:
             kind=kind,
             journal=Journal(claimed.state, claimed.open_steps),
             port=self._committer,
+            transactions=self._transactions,
             loop=self._loop,
             payload_limit=self._options.payload_limit,
             lease=kind.lease or self._options.lease,
@@ -276,6 +287,9 @@ class Worker:
             logger.warning(
                 "%s: %s; nothing more of this run is recorded", run.label, outcome.reason
             )
+            return
+        if isinstance(outcome, Completed):
+            self._log(run, outcome, Ack("done", status="succeeded"))
             return
         run.ending = True
         try:

@@ -30,6 +30,12 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20.0, what: str = 
     return value
 
 
+def pass_time(seconds: float) -> None:
+    """Let time pass; nothing is waited for."""
+    end = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() > end, seconds + 1)
+
+
 # --- tasks, through SQL ----------------------------------------------------------------------
 
 
@@ -41,6 +47,7 @@ def enqueue(
     key: str | None = None,
     delay: float = 0,
     priority: int = 0,
+    version: int = 1,
     max_attempts: int = 5,
     backoff: float = 0.05,
     deadline: float | None = None,
@@ -48,10 +55,10 @@ def enqueue(
     """Enqueue a task as any language would, without jitter, and return its id."""
     row = db.execute(
         "select id::text from leasetask.try_enqueue(%s, %s::jsonb, %s,"
-        " delay => make_interval(secs => %s), priority => %s::smallint, max_attempts => %s::int,"
-        " backoff_initial => %s::real, backoff_jitter => 0::real,"
+        " delay => make_interval(secs => %s), priority => %s::smallint, version => %s::int,"
+        " max_attempts => %s::int, backoff_initial => %s::real, backoff_jitter => 0::real,"
         " deadline => %s::float8)",
-        [kind, json.dumps(input), key, delay, priority, max_attempts, backoff, deadline],
+        [kind, json.dumps(input), key, delay, priority, version, max_attempts, backoff, deadline],
     ).fetchone()
     assert row is not None
     return str(row[0])

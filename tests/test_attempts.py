@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from support import Fleet, column, enqueue, statuses, wait_for_status, wait_until
+from conftest import SOAK
+from support import Fleet, column, enqueue, pass_time, statuses, wait_for_end, wait_until
 
 from leasetask import App, AsyncContext, Context, Retry
 
@@ -129,41 +131,129 @@ def test_h14_forty_waits_spend_no_attempt(app: App, colour: str) -> None:
 
 
 def test_h15_what_is_unwound_at_shutdown_spends_no_attempt(app: App, db: Db) -> None:
-    """H15: handed back at its next verb, or cancelled while it awaits: pending, due, attempts 0."""
+    """H15: unwound at its next verb, or cancelled while it awaits: due at once, attempts 0."""
     inside: list[str] = []
 
     @app.task(retry=FAST)
-    def loops(ctx: Context) -> None:
+    def walks(ctx: Context) -> None:
         inside.append(ctx.task_id)
-        for number in range(1000):
-            ctx.step(f"wait-{number}", time.sleep, 0.05)
+        for number in range(10_000):
+            ctx.step(f"wait-{number}", time.sleep, 0.02)
 
     @app.task(retry=FAST)
-    def stands(ctx: Context) -> None:
+    async def stands(ctx: AsyncContext) -> None:
         inside.append(ctx.task_id)
-        while not ctx.cancel_requested:
-            time.sleep(0.05)
-            ctx.check()
-
-    @app.task(retry=FAST)
-    async def awaits(ctx: AsyncContext) -> None:
-        inside.append(ctx.task_id)
-        await threading_free_sleep()
-
-    async def threading_free_sleep() -> None:
-        import asyncio
-
         await asyncio.sleep(3600)
 
-    tasks = [app.enqueue(handler).id for handler in (loops, awaits)]
-    for _ in range(5):
+    tasks = [app.enqueue(handler).id for handler in (walks, stands)]
+    for run in range(1, 6):
         inside.clear()
         with app.start(lease=30, grace=0):
             wait_until(lambda: sorted(inside) == sorted(tasks))
         for task in tasks:
             view = app.get(task)
-            assert view.status == "pending"
-            assert view.attempts <= 1
+            assert (view.status, view.attempts, view.runs) == ("pending", 0, run)
             assert column(db, "next_run_at <= clock_timestamp()", task)
-    assert app.get(tasks[1]).attempts == 0
-    assert app.get(tasks[1]).runs == 5
+
+
+def test_h15_a_stop_leaves_nothing_claimed(app: App, db: Db) -> None:
+    """H15: a worker stopped while it claims: each task has run, or is due with no attempt spent."""
+    ran: list[str] = []
+
+    @app.task
+    async def quick(ctx: AsyncContext) -> None:
+        ran.append(ctx.task_id)
+
+    rng = random.Random(15)
+    for _ in range(60 if SOAK else 12):
+        app.enqueue_many(quick, [None] * 300)
+        worker = app.start(concurrency=30, grace=0)
+        pass_time(rng.uniform(0, 0.12))
+        worker.stop()
+        assert set(statuses(db)) <= {"pending", "succeeded"}
+    rows = db.execute("select status, attempts, runs from leasetask.task").fetchall()
+    assert all(row[1] == 0 for row in rows if row[0] == "pending")
+    assert all(row[1] == 1 for row in rows if row[0] == "succeeded")
+    assert len(ran) == len(set(ran)) == statuses(db).get("succeeded", 0)
+
+
+def test_h15_what_is_inside_a_thread_at_shutdown_spends_no_attempt(
+    db: Db, dsn: str, tmp_path: Path
+) -> None:
+    """H15: three sync tasks that cannot be unwound, each with a budget of one.
+
+    The process leaves them behind at once; soon they are due, and neither charged nor suspect.
+    """
+    with Fleet(dsn, tmp_path) as fleet:
+        tasks = [enqueue(db, "stuck_once", max_attempts=1) for _ in range(3)]
+        worker = fleet.start("recovery", "--grace", "0.1", lease=30)
+        fleet.ledger.wait_for("run 1 stands", times=3)
+        worker.terminate()
+        stopped = time.monotonic()
+        assert worker.wait() == 0
+        assert time.monotonic() - stopped < 4
+        assert statuses(db) == {"running": 3}
+        for task in tasks:
+            assert column(db, "lease_until < clock_timestamp() + interval '2 s'", task)
+            assert column(db, "attempts", task) == 0
+        fleet.start("recovery", lease=1)
+        assert wait_for_end(db) == {"succeeded": 3}
+        for task in tasks:
+            assert column(db, "(runs, attempts, suspect, swept)", task) == ("2", "1", "f", "0")
+
+
+# --- H16 -----------------------------------------------------------------------------------------
+
+
+def test_h16_an_input_that_no_longer_decodes(app: App, db: Db) -> None:
+    """H16: it ends failed after one run, with the reason; the worker goes on."""
+    entered: list[Any] = []
+
+    @app.task
+    def typed(ctx: Context, number: int) -> int:
+        entered.append(number)
+        return number
+
+    @app.task
+    async def typed_async(ctx: AsyncContext, number: int) -> int:
+        entered.append(number)
+        return number
+
+    bad = [enqueue(db, kind, {"not": "a number"}) for kind in ("typed", "typed_async")]
+    with app.start(lease=5):
+        for task in bad:
+            view = app.wait(task, timeout=10)
+            assert (view.status, view.runs) == ("failed", 1)
+            assert view.last_error is not None
+            assert view.last_error["type"] == "PayloadError"
+            assert column(db, "dead_letter_at is not null", task)
+        for kind in ("typed", "typed_async"):
+            assert app.wait(enqueue(db, kind, 7), timeout=10).result == 7
+    assert entered == [7, 7]
+
+
+def test_h16_a_handler_that_is_gone(app: App, db: Db) -> None:
+    """H16: its tasks are left alone, unclaimed and uncharged, until their deadline.
+
+    Then they are dead letters. Meanwhile the worker runs the others and does not spin.
+    """
+
+    @app.task(version=2)
+    async def here(ctx: AsyncContext) -> None:
+        pass
+
+    gone = [enqueue(db, "gone") for _ in range(50)]
+    late = enqueue(db, "gone", deadline=1.5)
+    old = enqueue(db, "here", version=1)
+    with app.start(lease=1, poll_interval=1):
+        assert app.wait(app.enqueue(here).id, timeout=10).status == "succeeded"
+        began = time.process_time()
+        pass_time(1)
+        assert time.process_time() - began < 0.5
+        view = app.wait(late, timeout=10)
+    assert (view.status, view.runs) == ("failed", 0)
+    assert view.last_error is not None
+    assert view.last_error["type"] == "DeadlineExceeded"
+    assert column(db, "dead_letter_at is not null", late)
+    for task in (*gone, old):
+        assert column(db, "(status, runs, attempts)", task) == ("pending", "0", "0")

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 from conftest import SOAK
-from support import column, enqueue, wait_for_status, wait_until
+from support import column, enqueue, pass_time, wait_for_status, wait_until
 
 from leasetask import App, AsyncContext, Context, Retry
 
@@ -220,12 +220,6 @@ def idle_worker(app: App, db: Db) -> Iterator[None]:
     with app.start(poll_interval=POLL):
         wait_until(lambda: db.execute("select 1 from leasetask.idle_worker").fetchone())
         yield
-
-
-def pass_time(seconds: float) -> None:
-    """Let time pass; nothing is waited for."""
-    end = time.monotonic() + seconds
-    wait_until(lambda: time.monotonic() > end)
 
 
 def test_h24_a_task_committed_just_before_the_wait_is_seen(app: App, db: Db) -> None:

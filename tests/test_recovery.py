@@ -226,22 +226,20 @@ def test_h07_a_call_that_holds_the_gil_may_lose_its_lease(db: Db, fleet: Fleet) 
 
 
 def test_h08_a_task_of_ten_leases_runs_once(db: Db, fleet: Fleet) -> None:
-    """H08: the lease is short, the task is long, another worker sweeps all the while."""
-    lease = 0.5
-    task = enqueue(db, "sleeps", 10 * lease)
-    fleet.start("recovery", lease=lease)
-    fleet.start("recovery", lease=lease)
-    wait_for_status(db, task, "succeeded")
-    assert (fleet.ledger.count("begins"), column(db, "runs", task)) == (1, 1)
+    """H08: the lease is short, the task is long, another worker sweeps all the while.
 
-
-def test_h08_a_kinds_own_shorter_lease_is_kept(db: Db, fleet: Fleet) -> None:
-    """H08: `lease=` of a kind is shorter than the worker's: heartbeats follow the shortest."""
-    task = enqueue(db, "short_lease", 2.5)
-    fleet.start("recovery", lease=3.0)
+    Also when the kind has a shorter lease of its own than its worker: renewals follow the shortest.
+    """
+    long = enqueue(db, "sleeps", 5)
+    fleet.start("recovery", "--concurrency", "1", lease=0.5)
+    fleet.ledger.wait_for("begins")
+    own = enqueue(db, "short_lease", 4.5)
+    fleet.start("recovery", "--concurrency", "1", lease=3)
+    fleet.ledger.wait_for("begins", times=2)
     fleet.start("noop", lease=LEASE)
-    wait_for_status(db, task, "succeeded")
-    assert (fleet.ledger.count("begins"), column(db, "runs", task)) == (1, 1)
+    assert wait_for_end(db) == {"succeeded": 2}
+    assert fleet.ledger.count("begins") == 2
+    assert {column(db, "runs", task) for task in (long, own)} == {1}
 
 
 def test_h06_heartbeats_go_on_while_it_stops(db: Db, fleet: Fleet) -> None:

@@ -101,6 +101,15 @@ def outlived(ctx: Context, seconds: float) -> str:
     return f"run {ctx.run}"
 
 
+@app.task
+def stuck_once(ctx: Context) -> str:
+    """The first run never ends, whatever it is told."""
+    note(f"run {ctx.run} stands")
+    if ctx.run == 1:
+        hold("never")
+    return f"run {ctx.run}"
+
+
 # --- longer than the lease ---------------------------------------------------------------------
 
 

@@ -5,8 +5,8 @@ with a given isolation level that is committed or rolled back at the end. `explo
 again and again from the same beginning until every order has been seen. A step that waits for a
 lock is an outcome, not a hang: its actor is set aside until somebody lets it go on.
 
-In a *gated* copy of the schema an actor also stops between any two statements inside the protocol's
-functions, and, if asked, at each row that a statement looks at, after its snapshot was taken and
+In a *gated* copy of the schema an actor also stops between any two statements inside the functions
+that it names, and, if asked, at each row that a statement looks at, after its snapshot was taken and
 before it locks the row. A stop waits for an advisory lock that the explorer holds.
 """
 
@@ -47,8 +47,8 @@ class Actor:
         isolation: of the one transaction around all steps; None: each step commits by itself.
         commits: whether that transaction is committed or rolled back; if not, `steps` have no effect.
         at: where this actor's clock stands, in seconds.
-        gated: stop between the statements of functions; in a gated database only.
-        gated_rows: stop at each row looked at, too.
+        gates: functions that stop between their statements; in a gated database only.
+        rows: stop at each row of task and task_signal that is looked at, too.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Actor:
     isolation: str | None = None
     commits: bool = True
     at: float = 0
-    gated: bool = False
-    gated_rows: bool = False
+    gates: tuple[str, ...] = ()
+    rows: bool = False
 
 
 @dataclass
@@ -113,7 +113,11 @@ class ScheduleFailed(AssertionError):
 
 
 class Deadlock(AssertionError):
-    """Every actor waited for another."""
+    """Every actor waits for another, and the server does not end it."""
+
+
+class RolledBack(Exception):
+    """Raised by a step to give its transaction up, as a program does that was refused."""
 
 
 _IDLE, _BUSY, _BLOCKED, _GATE, _DONE = "idle", "busy", "blocked", "gate", "done"
@@ -137,18 +141,20 @@ class _Player:
         self.gates = 0
         self._steps = self._play(memory)
         self.session.at(actor.at)
-        if actor.gated:
+        if actor.gates:
+            places = " ".join(actor.gates + ("row",) * actor.rows)
             self.session.do(
-                "select set_config('gate.actor', %s, false), set_config('gate.rows', %s, false),"
+                "select set_config('gate.actor', %s, false), set_config('gate.places', %s, false),"
                 " setval('gate.place_' || %s, 1, false)",
                 str(self.number),
-                "on" if actor.gated_rows else "off",
+                places,
                 self.number,
             )
-            self.session.do("set role leasetask_gated" if actor.gated_rows else "reset role")
+            if actor.rows:
+                self.session.do("set role leasetask_gated")
 
     def stop(self) -> None:
-        if self.actor.gated:
+        if self.actor.gates:
             self.session.do("reset role")
             self.session.do(
                 "select set_config('gate.actor', '', false), pg_advisory_unlock_all()"
@@ -169,6 +175,10 @@ class _Player:
         """Do a step each time it is asked, and tell whether there is another."""
         try:
             yield from self._transaction(memory) if self.actor.isolation else self._alone(memory)
+        except RolledBack:
+            self.outcome.committed = False
+            self.session.do("rollback")
+            yield False
         except psycopg.Error as error:
             self.outcome.error = error.sqlstate or "?"
             self.outcome.committed = False
@@ -244,7 +254,7 @@ class Explorer:
         players = self._players[: len(program.actors)]
         for player, actor in zip(players, program.actors, strict=True):
             player.start(actor, memory)
-            if actor.gated:
+            if actor.gates:
                 self._lock_gate(player, 1)
         trace: list[tuple[int, list[int]]] = []
         order: list[str] = []
@@ -350,20 +360,13 @@ _GATES = """
 create schema gate;
 create sequence gate.place_1; create sequence gate.place_2; create sequence gate.place_3;
 
-create function gate.stop() returns boolean language plpgsql as $$
+create function gate.stop(place text) returns boolean language plpgsql as $$
 declare
   actor int := nullif(current_setting('gate.actor', true), '')::int;
 begin
-  if actor is not null then
+  if actor is not null
+     and place = any (string_to_array(current_setting('gate.places'), ' ')) then
     perform pg_advisory_lock_shared(actor, nextval('gate.place_' || actor)::int);
-  end if;
-  return true;
-end $$;
-
-create function gate.row() returns boolean language plpgsql as $$
-begin
-  if current_setting('gate.rows', true) = 'on' then
-    perform gate.stop();
   end if;
   return true;
 end $$;
@@ -382,8 +385,8 @@ grant all on all tables in schema leasetask to leasetask_gated;
 grant all on all sequences in schema leasetask, gate to leasetask_gated;
 alter table leasetask.task enable row level security;
 alter table leasetask.task_signal enable row level security;
-create policy looked_at on leasetask.task using (gate.row()) with check (true);
-create policy looked_at on leasetask.task_signal using (gate.row()) with check (true);
+create policy looked_at on leasetask.task using (gate.stop('row')) with check (true);
+create policy looked_at on leasetask.task_signal using (gate.stop('row')) with check (true);
 """
 
 _FUNCTION = re.compile(
@@ -407,7 +410,7 @@ def _with_stops(function: re.Match[str]) -> str:
     for line in body.splitlines():
         code = line.split("--")[0].rstrip()
         if boundary and code and not _CLOSES.match(code):
-            lines.append(f"{' ' * (len(code) - len(code.lstrip()))}perform gate.stop();")
+            lines.append(f"{' ' * (len(code) - len(code.lstrip()))}perform gate.stop('{name}');")
         if code:
             boundary = code.endswith(";") or bool(_OPENS.search(code)) and not _in_case(code)
         lines.append(line)

@@ -1,0 +1,93 @@
+"""Where the transactions of `ctx.transaction` come from: our own pools, or the user's factory."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from psycopg import IsolationLevel
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from leasetask.transactions import Isolation, Keeper
+
+_LEVELS = {
+    "read committed": IsolationLevel.READ_COMMITTED,
+    "repeatable read": IsolationLevel.REPEATABLE_READ,
+    "serializable": IsolationLevel.SERIALIZABLE,
+}
+
+
+class Transactions:
+    """Opens transactions for one worker.
+
+    Args:
+        dsn: where our own pools connect.
+        size: connections at the most; as many as the worker has slots.
+        keeper: watches over what is open.
+        factory: the user's own: called without arguments, it gives a context manager that yields a
+            connection or session, commits when left and rolls back on an exception.
+    """
+
+    def __init__(
+        self, dsn: str, size: int, keeper: Keeper, factory: Callable[[], Any] | None
+    ) -> None:
+        self._dsn = dsn
+        self._size = size
+        self.keeper = keeper
+        self._factory = factory
+        self._pool: ConnectionPool[psycopg.Connection[Any]] | None = None
+        self._async_pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] | None = None
+        self._lock = threading.Lock()
+        self._async_lock = asyncio.Lock()
+
+    def open(self, isolation: Isolation) -> AbstractContextManager[Any]:
+        """Open a transaction for a sync handler."""
+        if self._factory is not None:
+            return self._factory()  # type: ignore[no-any-return]  # the user's promise
+        return self._from_pool(isolation)
+
+    def open_async(self, isolation: Isolation) -> AbstractAsyncContextManager[Any]:
+        """Open a transaction for an async handler."""
+        if self._factory is not None:
+            return self._factory()  # type: ignore[no-any-return]  # the user's promise
+        return self._from_async_pool(isolation)
+
+    async def close(self) -> None:
+        """Close our own pools."""
+        if self._pool is not None:
+            self._pool.close(timeout=1)
+        if self._async_pool is not None:
+            await self._async_pool.close(timeout=1)
+
+    @contextmanager
+    def _from_pool(self, isolation: Isolation) -> Iterator[psycopg.Connection[Any]]:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ConnectionPool(self._dsn, open=True, **self._options())
+        with self._pool.connection() as conn:
+            conn.isolation_level = _LEVELS[isolation]
+            yield conn
+
+    @asynccontextmanager
+    async def _from_async_pool(
+        self, isolation: Isolation
+    ) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+        async with self._async_lock:
+            if self._async_pool is None:
+                self._async_pool = AsyncConnectionPool(self._dsn, open=False, **self._options())
+                await self._async_pool.open()
+        async with self._async_pool.connection() as conn:
+            await conn.set_isolation_level(_LEVELS[isolation])
+            yield conn
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "min_size": 0,
+            "max_size": self._size,
+            "kwargs": {"application_name": "leasetask transaction", "prepare_threshold": None},
+        }

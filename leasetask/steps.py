@@ -1,0 +1,195 @@
+"""`step`: a named piece of a handler whose result is recorded; and what every recorded verb shares."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import msgspec
+
+from leasetask.errors import (
+    ConfigurationError,
+    LeaseLost,
+    NonDeterminismError,
+    NonRetryable,
+    ReplayError,
+    StepFailed,
+    TaskCanceled,
+)
+from leasetask.journal import COMPENSATED, REGISTERED, Record
+from leasetask.model import Checkpoint, Retry
+from leasetask.operations import AwaitCancellation, Body, Gate, Send, Stand, Verb, in_body
+from leasetask.payload import annotation_of, convert, decode, encode, fingerprint, printable
+from leasetask.run import Compensation, Run, StepRetry
+
+logger = logging.getLogger("leasetask")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """The keyword arguments of `step` and its kin."""
+
+    retry: Retry | None = None
+    retry_on: tuple[type[Exception], ...] = ()
+    timeout: float | None = None
+    inserted: bool = False
+    compensate: Callable[..., Any] | None = None
+
+
+DEFAULTS = StepOptions()
+
+
+def step(
+    run: Run,
+    name: str,
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: StepOptions,
+) -> Verb[T]:
+    """Run a step's body once and record its result; replay the record ever after."""
+    check_name(run, name)
+    record = run.journal.ask(name)
+    type_ = annotation_of(function)
+    arguments = fingerprint(args, kwargs)
+    if record is not None:
+        compare_arguments(run, name, record, arguments)
+        value = yield from replay(name, record, type_)
+    else:
+        yield from start(run, name, options.inserted)
+        extra = {} if arguments is None else {"args": arguments}
+        body = Body(function, args, kwargs, options.timeout or run.kind.timeout)
+        value = yield from perform(run, name, body, type_, options, extra)
+    if options.compensate is not None:
+        run.compensations.append(Compensation(name, options.compensate, (value,)))
+    return value  # type: ignore[no-any-return]  # what the function's annotation says
+
+
+def check_name(run: Run, name: str) -> None:
+    """Refuse a verb that may not be used here, or under this name."""
+    run.check_usable()
+    if in_body.get():
+        raise ConfigurationError(f"step {name!r}: a step's body may not use verbs of its context")
+    if not name or name.startswith((REGISTERED, COMPENSATED)):
+        raise ConfigurationError(f"{name!r} cannot be a step's name")
+
+
+def start(run: Run, name: str, inserted: bool) -> Verb[None]:
+    """Let an unrecorded step begin, or say why it may not."""
+    if not inserted:
+        yield Gate(name)
+    run.check_startable()
+
+
+def compare_arguments(run: Run, name: str, record: Record, arguments: str | None) -> None:
+    """Report a replay that asks for a recorded step with other arguments."""
+    if arguments == record.get("args") or "ok" not in record:
+        return
+    message = (
+        f"task {run.claimed.id}: step {name!r} is asked for with other arguments than those it "
+        "ran with; its recorded result is used"
+    )
+    if run.kind.strict:
+        raise NonDeterminismError(message)
+    logger.warning(message)
+
+
+def replay(name: str, record: Record, type_: Any) -> Verb[Any]:
+    """Do again what the record of a step says."""
+    if "error" in record:
+        raise StepFailed(name, record["n"], record["error"])
+    if "cancelled" in record:
+        yield AwaitCancellation()
+    return convert(record["ok"], type_, what=f"recorded result of step {name!r}")
+
+
+def perform(
+    run: Run, name: str, body: Body, type_: Any, options: StepOptions, extra: Record
+) -> Verb[Any]:
+    """Run a step's body and record how it ended."""
+    began = time.monotonic()
+    try:
+        value = yield body
+        encoded = encode(value, type_, what=f"result of step {name!r}", limit=run.payload_limit)
+    except asyncio.CancelledError:
+        if not run.interrupted:
+            cancelled = to_json({"n": run.journal.next_number(), "cancelled": True})
+            yield Send(Checkpoint({name: cancelled}))
+        raise
+    except (LeaseLost, TaskCanceled, ReplayError):
+        raise
+    except Exception as error:
+        yield from failed(run, name, error, options)
+    milliseconds = round((time.monotonic() - began) * 1000)
+    if milliseconds:
+        extra = {**extra, "ms": milliseconds}
+    if options.compensate is not None:
+        extra = {**extra, "compensate": True}
+    return (yield from write_record(run, name, encoded, type_, extra))
+
+
+def record_text(run: Run, encoded: str, extra: Record) -> str:
+    """Return the JSON of a step's record; its result is encoded already."""
+    more = "," + to_json(extra)[1:-1] if extra else ""
+    return f'{{"n":{run.journal.next_number()},"ok":{encoded}{more}}}'
+
+
+def write_record(run: Run, name: str, encoded: str, type_: Any, extra: Record) -> Verb[Any]:
+    """Commit a step's result, and return what every replay will."""
+    record = record_text(run, encoded, extra)
+    # An effect has been counted at its start.
+    registered = int("compensate" in extra and "started" not in extra)
+    ack = yield Send(Checkpoint({name: record}, registered))
+    if ack.answer == "already":
+        return convert(ack.recorded[name]["ok"], type_, what=f"recorded result of step {name!r}")
+    return decode(encoded, type_, what=f"result of step {name!r}")
+
+
+def failed(run: Run, name: str, error: Exception, options: StepOptions) -> Verb[None]:
+    """Leave a step that raised to a later try, or record that it failed for good."""
+    policy = options.retry or run.kind.retry
+    tries = int(run.journal.open_step(name).get("tries", 0)) + 1
+    described = describe(error, tries)
+    hopeless = isinstance(error, NonRetryable | ConfigurationError) or (
+        options.retry_on and not isinstance(error, options.retry_on)
+    )
+    if not hopeless and tries < policy.max_attempts:
+        delay = policy.delay(tries) * random.uniform(1 - policy.jitter, 1 + policy.jitter)
+        note = {**run.journal.open_step(name), "tries": tries, "error": described}
+        yield Stand(StepRetry(name, delay, note))
+    number = run.journal.next_number()
+    yield Send(Checkpoint({name: to_json({"n": number, "error": described, "tries": tries})}))
+    raise StepFailed(name, number, described) from error
+
+
+def describe(error: BaseException, attempt: int) -> Record:
+    """Return what is recorded of an exception, whatever it does when it is looked at."""
+    try:
+        message = str(error)
+    except Exception as broken:
+        message = f"<its text cannot be had: {type(broken).__name__}>"
+    try:
+        trace = "".join(traceback.format_exception(error))
+    except Exception:
+        trace = "".join(traceback.format_tb(error.__traceback__))
+    return {
+        "type": printable(type(error).__qualname__, 200),
+        "message": printable(message),
+        "traceback": printable(trace),
+        "attempt": attempt,
+        "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+    }
+
+
+def to_json(value: Any) -> str:
+    """Return a value of ours as JSON text."""
+    return msgspec.json.encode(value).decode()
