@@ -1457,7 +1457,7 @@ begin
   set open_steps = case when done is null then x.open_steps || jsonb_build_object(step, note)
                         else x.open_steps - step end,
       state = case when done is null then x.state
-                   else x.state || jsonb_build_object(step, (note - 'token') || jsonb_build_object(
+                   else x.state || jsonb_build_object(step, (note - 'token' - 'tries' - 'error') || jsonb_build_object(
                           'ok', done, 'resolved', true, 'n', 1 + coalesce((
                             select max((r.value ->> 'n')::int)
                             from jsonb_each(leasetask.recorded_steps(task)) r), 0))) end

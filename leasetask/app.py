@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
-from leasetask import client, hosts, registry
+from leasetask import client, hosts, protocol, registry
 from leasetask.connection import CONNECT_TIMEOUT, dsn_or_environment, unavailable
 from leasetask.errors import LeaseTaskError
 from leasetask.model import Enqueued, Retry, TaskView
@@ -231,6 +231,40 @@ class App:
         """As `enqueue_many`; `conn` is an async connection."""
         call = self._enqueue_many(task, inputs, key, at, delay, priority)
         return await self._call_async(call, conn)
+
+    def enqueue_sql(
+        self,
+        task: Target,
+        input: Any = None,
+        *,
+        key: str | None = None,
+        at: datetime | None = None,
+        delay: float | None = None,
+        priority: int | None = None,
+        style: Literal["%s", "$1"] = "%s",
+    ) -> tuple[str, list[Any]]:
+        """Return the statement that enqueues a task, for a driver that `conn=` does not know.
+
+        Args:
+            style: how the driver marks parameters: psycopg2 and the like take `%s`, asyncpg `$1`.
+
+        Returns:
+            The SQL and its parameters. It gives one row: the task's id and the outcome, which is
+            `new`, `existing` or `conflict`; a conflict does not raise.
+
+        Raises:
+            PayloadError, UnknownKind: as `enqueue`.
+        """
+        kind = self._registry.resolve(task)
+        encoded = client.encode_input(kind, input, self._payload_limit)
+        client.check_start(at, delay)
+        if key is not None:
+            client.check_name("key", key)
+        query = protocol.enqueue_anywhere(
+            encoded, key, at=at, delay=delay, priority=priority, policy=kind.policy()
+        )
+        sql = protocol.numbered(query.sql) if style == "$1" else query.sql
+        return sql, list(query.params)
 
     def signal(
         self,

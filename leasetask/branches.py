@@ -28,7 +28,8 @@ def task_factory(
 ) -> asyncio.Task[T]:
     """Make a task and, where a handler's context is inherited, count it as that run's branch."""
     task: asyncio.Task[T] = asyncio.Task(coroutine, loop=loop, **kwargs)
-    run = current_run.get()
+    context = kwargs.get("context")
+    run = current_run.get() if context is None else context.get(current_run)
     if run is not None and isinstance(run.branches, Branches):
         run.branches.add(task)
     return task

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, TypeVar
 
-from leasetask import protocol, transactions
+from leasetask import client, hosts, protocol, transactions
 from leasetask.errors import LeaseLost, ReplayError, TaskCanceled
-from leasetask.model import Ack, Checkpoint, Finish
+from leasetask.model import Ack, Checkpoint, Enqueued, Finish
 from leasetask.operations import Verb, in_body
 from leasetask.payload import annotation_of, convert, decode, encode
 from leasetask.protocol import Item, Query
@@ -17,6 +18,15 @@ from leasetask.steps import StepOptions, check_name, failed, record_text, replay
 from leasetask.transactions import Fenced, Isolation
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EnqueueOptions:
+    """When and how soon an enqueued task is due."""
+
+    at: datetime | None = None
+    delay: float | None = None
+    priority: int | None = None
 
 
 @dataclass(slots=True)
@@ -121,3 +131,33 @@ def complete(
         raise
     run.completed = True
     return value  # type: ignore[no-any-return]  # what the function returned
+
+
+def enqueue(
+    run: Run,
+    name: str,
+    target: Callable[..., Any] | str,
+    input: Any,
+    key: str | None,
+    options: EnqueueOptions,
+) -> Verb[str]:
+    """Enqueue another task and record its id in the same commit."""
+    kind = run.registry.resolve(target)
+    encoded = client.encode_input(kind, input, run.payload_limit)
+    own_key = client.check_name("key", key or f"{run.claimed.id}/{name}")
+
+    def call() -> client.Call[Enqueued]:
+        return client.enqueue(
+            kind.name, kind.policy(), encoded, own_key, options.at, options.delay, options.priority
+        )
+
+    def blocking(db: Any) -> str:
+        return client.run(call(), lambda query: hosts.execute(db, query)).id
+
+    async def awaiting(db: Any) -> str:
+        made = await client.run_async(call(), lambda query: hosts.execute_async(db, query))
+        return made.id
+
+    function: Callable[..., Any] = awaiting if run.kind.is_async else blocking
+    made = yield from transaction(run, name, function, (), "read committed", StepOptions())
+    return str(made)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from datetime import datetime
 from typing import Any, TypeVar, overload
 
 from leasetask import business, compensation, effects, steps, waits
+from leasetask.business import EnqueueOptions
 from leasetask.effects import Attempt
 from leasetask.model import Retry
 from leasetask.operations import Verb, drive, drive_async
@@ -226,6 +228,26 @@ class Context(_Base):
         options = StepOptions(retry, retry_on, timeout, inserted, compensate)
         return drive(self._run, effects.effect(self._run, name, do, reconcile, options))
 
+    def enqueue(
+        self,
+        name: str,
+        task: Callable[..., Any] | str,
+        input: Any = None,
+        *,
+        key: str | None = None,
+        at: datetime | None = None,
+        delay: float | None = None,
+        priority: int | None = None,
+    ) -> str:
+        """Enqueue another task, once, and return its id: enqueued and recorded in one commit.
+
+        Args:
+            name: the step's name.
+            key: `task id/name` by default. The others are as in `App.enqueue`.
+        """
+        options = EnqueueOptions(at, delay, priority)
+        return drive(self._run, business.enqueue(self._run, name, task, input, key, options))
+
     def compensate(self, name: str, function: Callable[..., Any], *args: Any) -> None:
         """Register `function(*args)` to be run if the task is canceled or fails for good."""
         drive(self._run, compensation.compensate(self._run, name, function, args))
@@ -339,6 +361,23 @@ class AsyncContext(_Base):
         """As `Context.effect`; `do` and `reconcile` may be `def` or `async def`."""
         options = StepOptions(retry, retry_on, timeout, inserted, compensate)
         return await drive_async(self._run, effects.effect(self._run, name, do, reconcile, options))
+
+    async def enqueue(
+        self,
+        name: str,
+        task: Callable[..., Any] | str,
+        input: Any = None,
+        *,
+        key: str | None = None,
+        at: datetime | None = None,
+        delay: float | None = None,
+        priority: int | None = None,
+    ) -> str:
+        """As `Context.enqueue`."""
+        options = EnqueueOptions(at, delay, priority)
+        return await drive_async(
+            self._run, business.enqueue(self._run, name, task, input, key, options)
+        )
 
     async def compensate(self, name: str, function: Callable[..., Any], *args: Any) -> None:
         """As `Context.compensate`."""

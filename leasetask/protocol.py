@@ -108,6 +108,45 @@ def enqueue_many(
     return Query(_ENQUEUE_MANY, (kind, list(inputs), list(keys), at, delay, priority, *declared))
 
 
+_ENQUEUE_ANYWHERE: LiteralString = """
+select id::text, outcome from leasetask.try_enqueue(
+  %s::text, %s::text::jsonb, %s::text, at => %s::timestamptz,
+  delay => make_interval(secs => %s::float8), priority => %s::smallint, version => %s::int,
+  max_attempts => %s::int, backoff_initial => %s::real, backoff_factor => %s::real,
+  backoff_max => %s::real, backoff_jitter => %s::real, deadline => %s::float8)"""
+
+
+def enqueue_anywhere(
+    encoded: str,
+    key: str | None,
+    *,
+    at: datetime | None,
+    delay: float | None,
+    priority: int | None,
+    policy: KindPolicy,
+) -> Query:
+    """Rows: id, outcome. Plain parameters, for drivers without arrays of Python lists."""
+    return Query(
+        _ENQUEUE_ANYWHERE,
+        (
+            policy.kind,
+            encoded,
+            key,
+            at,
+            delay,
+            policy.priority if priority is None else priority,
+            policy.version,
+            *policy[3:],
+        ),
+    )
+
+
+def numbered(sql: str) -> str:
+    """Return a statement with $1, $2, … in place of %s, as asyncpg and others take it."""
+    parts = sql.split("%s")
+    return "".join(f"{part}${i}" for i, part in enumerate(parts[:-1], 1)) + parts[-1]
+
+
 class KindPolicy(NamedTuple):
     """What a declared kind brings along: numbers of its retry policy, in seconds."""
 

@@ -21,7 +21,7 @@ from leasetask.errors import LeaseLost, SuspensionSwallowed, TaskCanceled
 from leasetask.journal import Journal
 from leasetask.model import Ack, Checkpoint, Claimed, Note, Wait
 from leasetask.payload import printable
-from leasetask.registry import Kind
+from leasetask.registry import Kind, Registry
 
 current_run: ContextVar[Run | None] = ContextVar("leasetask_run", default=None)
 
@@ -97,6 +97,7 @@ class Run:
     journal: Journal
     port: Port
     transactions: TransactionSource
+    registry: Registry
     loop: asyncio.AbstractEventLoop
     payload_limit: int
     lease: float

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from contextlib import contextmanager
+from contextvars import Context
 from typing import Any
 
 import psycopg
@@ -80,7 +81,9 @@ class Transactions:
         async with self._async_lock:
             if self._async_pool is None:
                 self._async_pool = AsyncConnectionPool(self._dsn, open=False, **self._options())
-                await self._async_pool.open()
+                # Outside the handler's context: the pool's own tasks are no branches of it.
+                opening = self._async_pool.open()
+                await asyncio.get_running_loop().create_task(opening, context=Context())
         async with self._async_pool.connection() as conn:
             await conn.set_isolation_level(_LEVELS[isolation])
             yield conn

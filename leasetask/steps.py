@@ -16,12 +16,14 @@ import msgspec
 
 from leasetask.errors import (
     ConfigurationError,
+    IdempotencyConflict,
     LeaseLost,
     NonDeterminismError,
     NonRetryable,
     ReplayError,
     StepFailed,
     TaskCanceled,
+    UnknownKind,
 )
 from leasetask.journal import COMPENSATED, REGISTERED, Record
 from leasetask.model import Checkpoint, Retry
@@ -32,6 +34,9 @@ from leasetask.run import Compensation, Run, StepRetry
 logger = logging.getLogger("leasetask")
 
 T = TypeVar("T")
+
+
+_HOPELESS = (NonRetryable, ConfigurationError, IdempotencyConflict, UnknownKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +164,7 @@ def failed(run: Run, name: str, error: Exception, options: StepOptions) -> Verb[
     policy = options.retry or run.kind.retry
     tries = int(run.journal.open_step(name).get("tries", 0)) + 1
     described = describe(error, tries)
-    hopeless = isinstance(error, NonRetryable | ConfigurationError) or (
+    hopeless = isinstance(error, _HOPELESS) or (
         options.retry_on and not isinstance(error, options.retry_on)
     )
     if not hopeless and tries < policy.max_attempts:

@@ -47,6 +47,7 @@ class Fenced:
     """What to do in one transaction: the user's function, and the fence for its result.
 
     Attributes:
+        function: called with the connection and `args`; a coroutine function in an async handler.
         fence: encodes the function's value into the query that records it; raises PayloadError.
     """
 

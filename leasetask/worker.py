@@ -254,6 +254,7 @@ class Worker:
             journal=Journal(claimed.state, claimed.open_steps),
             port=self._committer,
             transactions=self._transactions,
+            registry=self._registry,
             loop=self._loop,
             payload_limit=self._options.payload_limit,
             lease=kind.lease or self._options.lease,
