@@ -19,7 +19,14 @@ import msgspec
 import psycopg
 
 from leasetask import client, protocol, schema
-from leasetask.connection import connect, dsn_or_environment, fetch, first, translated
+from leasetask.connection import (
+    connect,
+    dsn_or_environment,
+    fetch,
+    first,
+    is_disconnect,
+    translated,
+)
 from leasetask.errors import (
     ConfigurationError,
     DatabaseUnavailable,
@@ -54,6 +61,8 @@ def main() -> NoReturn:
     except LeaseTaskError as error:
         _leave(str(error), REFUSED)
     except psycopg.Error as error:
+        if is_disconnect(error):
+            _leave(f"the connection was lost: {' '.join(str(error).split())}", NO_SERVER)
         _leave(str(translated(error) or " ".join(str(error).split())), REFUSED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

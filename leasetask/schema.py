@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from importlib import resources
 
 import psycopg
 
 from leasetask import protocol
-from leasetask.connection import connect, fetch, first, translated
+from leasetask.connection import backoff_delays, connect, fetch, first, translated
 from leasetask.errors import SchemaError
 from leasetask.protocol import SCHEMA_VERSION
 
@@ -30,16 +31,26 @@ def migrate(dsn: str) -> tuple[int | None, int]:
         DatabaseUnavailable: no connection could be had.
     """
     with connect(dsn, name="leasetask migrate") as conn:
-        try:
-            with conn.transaction():
-                fetch(conn, protocol.TAKE_MIGRATION_LOCK)
-                before = installed_version(conn)
-                if before is not None and before > SCHEMA_VERSION:
-                    raise _too_new(before)
-                conn.execute(_without_transaction(sql()).encode())
-        except psycopg.errors.InsufficientPrivilege as error:
-            raise SchemaError(f"migrate needs more rights: {error.diag.message_primary}") from error
-    return before, SCHEMA_VERSION
+        for delay in backoff_delays():
+            try:
+                return _migrate_once(conn), SCHEMA_VERSION
+            except psycopg.errors.LockNotAvailable:
+                time.sleep(delay)
+            except psycopg.errors.InsufficientPrivilege as error:
+                message = f"migrate needs more rights: {error.diag.message_primary}"
+                raise SchemaError(message) from error
+    raise AssertionError("backoff never ends")
+
+
+def _migrate_once(conn: psycopg.Connection) -> int | None:
+    with conn.transaction():
+        fetch(conn, protocol.TAKE_MIGRATION_LOCK)
+        before = installed_version(conn)
+        if before is not None and before > SCHEMA_VERSION:
+            raise _too_new(before)
+        if before != SCHEMA_VERSION:
+            conn.execute(_without_transaction(sql()).encode())
+        return before
 
 
 def installed_version(conn: psycopg.Connection) -> int | None:
