@@ -22,7 +22,7 @@ from leasetask.model import Enqueued, Retry, TaskView
 from leasetask.payload import DEFAULT_LIMIT
 from leasetask.protocol import KindPolicy, Query
 from leasetask.registry import Kind, Registry
-from leasetask.worker import ROLES, Worker, WorkerOptions
+from leasetask.worker import DEFAULT_ROLES, Worker, WorkerOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 Target = Callable[..., Any] | str
@@ -420,7 +420,8 @@ class App:
         lease: float = 30.0,
         poll_interval: float = 1.0,
         grace: float = 30.0,
-        roles: Sequence[str] = ROLES,
+        roles: Sequence[str] = DEFAULT_ROLES,
+        outbox: str | None = None,
     ) -> RunningWorker:
         """Start a worker inside this process, in a thread of its own.
 
@@ -429,7 +430,9 @@ class App:
             lease: seconds after which a crashed worker's tasks go on elsewhere.
             poll_interval: seconds between looks when nothing notifies.
             grace: seconds that handlers may still run after `stop()`.
-            roles: `worker` runs tasks, `sweep` recovers expired leases.
+            roles: `worker` runs tasks, `sweep` recovers expired leases, `outbox` makes tasks of the
+                rows of `outbox_event`.
+            outbox: the DSN of the database with that table.
 
         Raises:
             SchemaError, DatabaseUnavailable, ConfigurationError: as they say.
@@ -443,6 +446,7 @@ class App:
             poll_interval=poll_interval,
             grace=grace,
             roles=tuple(roles),
+            outbox=outbox,
             payload_limit=self._payload_limit,
             spec=self._import_spec(),
             transactions=self._transactions,

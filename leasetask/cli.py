@@ -8,6 +8,7 @@ import logging
 import os
 import signal as signals
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
@@ -18,7 +19,7 @@ import click
 import msgspec
 import psycopg
 
-from leasetask import client, protocol, schema
+from leasetask import client, outbox, protocol, schema
 from leasetask.connection import (
     connect,
     dsn_or_environment,
@@ -37,7 +38,7 @@ from leasetask.errors import (
 from leasetask.loading import load_app
 from leasetask.maintenance import SWEEP_BATCH
 from leasetask.model import Swept
-from leasetask.worker import ROLES, Worker, WorkerOptions
+from leasetask.worker import DEFAULT_ROLES, ROLES, Worker, WorkerOptions
 
 REFUSED, USAGE, NO_SERVER = 1, 2, 3
 """Exit statuses; 0 is done."""
@@ -172,10 +173,11 @@ def migrate(dsn: str | None, embedded: bool, as_json: bool) -> None:
     "roles",
     multiple=True,
     type=click.Choice(ROLES),
-    default=ROLES,
+    default=DEFAULT_ROLES,
     show_default=True,
-    help="What it does; give it twice for both.",
+    help="What it does; give it once for each.",
 )
+@click.option("--outbox", metavar="DSN", help="Database with outbox_event, for --role outbox.")
 @click.option("--log-level", default="info", show_default=True, help="debug, info or warning.")
 @click.option("--alone", is_flag=True, hidden=True)
 def worker(
@@ -186,6 +188,7 @@ def worker(
     poll: float,
     grace: float,
     roles: tuple[str, ...],
+    outbox: str | None,
     log_level: str,
     alone: bool,
 ) -> None:
@@ -205,6 +208,7 @@ def worker(
         poll_interval=poll,
         grace=grace,
         roles=roles,
+        outbox=outbox,
         payload_limit=app.payload_limit,
         spec=spec,
         alone=alone,
@@ -426,6 +430,74 @@ def _readable(value: Any) -> str:
     if isinstance(value, datetime):
         return value.isoformat(sep=" ", timespec="milliseconds")
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+@cli.group(name="outbox")
+def outbox_group() -> None:
+    """Make tasks of rows that a transaction in another database wrote."""
+
+
+def _business_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--from", "business", metavar="DSN", required=True, help="The business's database."
+    )(command)
+
+
+@outbox_group.command()
+@_business_option
+def install(business: str) -> None:
+    """Create the table outbox_event there; safe to repeat.
+
+    Example: leasetask outbox install --from postgresql://localhost/shop
+    """
+    outbox.install(business)
+    click.echo("outbox_event is there")
+
+
+@outbox_group.command()
+@_business_option
+@click.option("--once", is_flag=True, help="What is pending now, then end; for cron.")
+@click.option("--every", default=1.0, show_default=True, help="Seconds between rounds.")
+@_dsn_option
+@_embedded_option
+@_json_option
+def dispatch(
+    business: str, once: bool, every: float, dsn: str | None, embedded: bool, as_json: bool
+) -> None:
+    """Enqueue what is pending in the outbox, for ever or --once.
+
+    Exit status 1 if rows were refused: their error says why.
+    Example: leasetask outbox dispatch --from postgresql://localhost/shop --once
+    """
+    server = _server(dsn, embedded=embedded)
+    schema.check(server)
+    while True:
+        try:
+            done = outbox.dispatch(business, server)
+        except DatabaseUnavailable as error:
+            if once:
+                raise
+            click.echo(f"leasetask: {error}", err=True)
+        else:
+            if once or done.rows:
+                text = f"{done.enqueued} enqueued, {done.refused} refused"
+                _print(asdict(done), as_json, text)
+            if once:
+                sys.exit(REFUSED if done.refused else 0)
+        time.sleep(every)
+
+
+@outbox_group.command(name="prune")
+@_business_option
+@click.option("--older-than", default=7.0, show_default=True, help="Days since the dispatch.")
+@_json_option
+def outbox_prune(business: str, older_than: float, as_json: bool) -> None:
+    """Delete dispatched rows.
+
+    Example: leasetask outbox prune --from postgresql://localhost/shop --older-than 3
+    """
+    count = outbox.prune(business, older_than * 86400)
+    _print({"deleted": count}, as_json, f"{count} rows deleted")
 
 
 @cli.command()

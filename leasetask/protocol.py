@@ -459,3 +459,42 @@ def prune(age: float, signal_age: float, forget_keys: bool, n: int) -> Query:
         "select leasetask.prune(make_interval(secs => %s), make_interval(secs => %s), %s, %s)",
         (age, signal_age, forget_keys, n),
     )
+
+
+# --- outbox -------------------------------------------------------------------------------
+
+
+def outbox_take(n: int) -> Query:
+    """Rows: id, kind, key, payload of the oldest that are due, locked."""
+    return Query(
+        "select id, kind, idempotency_key, payload::text from outbox_event "
+        "where status = 'pending' and next_attempt_at <= clock_timestamp() "
+        "order by next_attempt_at, id limit %s for update skip locked",
+        (n,),
+    )
+
+
+def outbox_settle(
+    ids: Sequence[int], task_ids: Sequence[str | None], errors: Sequence[str | None]
+) -> Query:
+    """No rows. Without an error: dispatched."""
+    return Query(
+        "update outbox_event e set attempts = attempts + 1, task_id = s.task_id, error = s.error, "
+        "status = case when s.error is null then 'dispatched' else 'refused' end, "
+        "dispatched_at = case when s.error is null then clock_timestamp() end "
+        "from unnest(%s::bigint[], %s::uuid[], %s::text[]) s (id, task_id, error) "
+        "where e.id = s.id",
+        (list(ids), list(task_ids), list(errors)),
+    )
+
+
+def outbox_prune(age: float, n: int) -> Query:
+    """Rows: how many were deleted."""
+    return Query(
+        "with gone as (delete from outbox_event where id = any (array("
+        "select id from outbox_event where status = 'dispatched' "
+        "and dispatched_at < clock_timestamp() - make_interval(secs => %s) "
+        "order by dispatched_at limit %s for update skip locked)) returning 1) "
+        "select count(*) from gone",
+        (age, n),
+    )

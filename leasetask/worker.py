@@ -18,10 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from leasetask import protocol
+from leasetask import outbox, protocol
 from leasetask.branches import task_factory
 from leasetask.claimer import Claimer
 from leasetask.committer import Committer
+from leasetask.connection import is_disconnect, is_transient
 from leasetask.errors import ConfigurationError, LeaseLost, WorkerError
 from leasetask.execution import execute
 from leasetask.heartbeat import Heartbeat, Watchdog
@@ -41,7 +42,8 @@ from leasetask.transactions import Keeper
 
 logger = logging.getLogger("leasetask")
 
-ROLES = ("worker", "sweep")
+ROLES = ("worker", "sweep", "outbox")
+DEFAULT_ROLES = ("worker", "sweep")
 
 _UNWIND = 1.0
 """Seconds that handlers get to unwind once the grace is over."""
@@ -62,7 +64,8 @@ class WorkerOptions:
         lease: seconds that a claim lasts without a heartbeat; a crash is noticed after it.
         poll_interval: seconds between looks when nothing notifies.
         grace: seconds that handlers may still run after a stop was asked for.
-        roles: `worker` runs tasks, `sweep` recovers expired leases.
+        roles: `worker` runs tasks, `sweep` recovers expired leases, `outbox` dispatches events.
+        outbox: the DSN of the database with `outbox_event`, for that role.
         spec: how a child process imports the App (`module:app`), to run suspects alone.
         alone: run suspects only, one at a time, and end when there is none.
         transactions: the user's own source of transactions, see `App`.
@@ -72,11 +75,12 @@ class WorkerOptions:
     lease: float = 30.0
     poll_interval: float = 1.0
     grace: float = 30.0
-    roles: tuple[str, ...] = ROLES
+    roles: tuple[str, ...] = DEFAULT_ROLES
     payload_limit: int = DEFAULT_LIMIT
     spec: str | None = None
     alone: bool = False
     transactions: Callable[[], Any] | None = None
+    outbox: str | None = None
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
@@ -85,6 +89,8 @@ class WorkerOptions:
             raise ConfigurationError("a lease is at least 0.5 seconds")
         if self.poll_interval <= 0 or self.grace < 0:
             raise ConfigurationError("poll_interval is more than 0 seconds, grace at least 0")
+        if ("outbox" in self.roles) != (self.outbox is not None):
+            raise ConfigurationError("the role outbox goes with the DSN of the outbox's database")
         unknown = set(self.roles) - set(ROLES)
         if unknown or not self.roles:
             raise ConfigurationError(f"roles are {ROLES}, not {tuple(self.roles)}")
@@ -163,18 +169,21 @@ class Worker:
             self._service(self._maintenance.serve()),
             self._service(listen(ears, self._hear)),
         ]
+        if self._options.outbox is not None:
+            services.append(self._service(self._dispatch_outbox(self._options.outbox)))
+        claiming: list[asyncio.Task[None]] = []
         if "worker" in self._options.roles:
-            services.append(self._service(self._claim_for_ever()))
+            claiming.append(self._service(self._claim_for_ever()))
         try:
             while not self._stop_requested:
                 await self._changed.wait()
                 self._changed.clear()
-            await self._drain(services[3:])
+            await self._drain(claiming)
         finally:
             self.started = False
-            for service in services:
+            for service in (*services, *claiming):
                 service.cancel()
-            await asyncio.gather(*services, return_exceptions=True)
+            await asyncio.gather(*services, *claiming, return_exceptions=True)
             for thread in threads:
                 thread.stop()
             self._threads.close()
@@ -331,6 +340,22 @@ class Worker:
             self._die(
                 WorkerError(f"{self._lost_threads} threads are inside handlers past their timeout")
             )
+
+    # --- outbox --------------------------------------------------------------------------------
+
+    async def _dispatch_outbox(self, business_dsn: str) -> None:
+        away = False
+        while True:
+            try:
+                await asyncio.to_thread(outbox.dispatch, business_dsn, self._dsn)
+                away = False
+            except Exception as error:
+                if not (is_disconnect(error) or is_transient(error)):
+                    raise
+                if not away:
+                    logger.warning("outbox: not dispatched, trying again: %s", error)
+                away = True
+            await asyncio.sleep(self._options.poll_interval)
 
     # --- suspects ------------------------------------------------------------------------------
 

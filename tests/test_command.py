@@ -143,7 +143,7 @@ def test_bad_input(dsn: str, db: Db, tmp_path: Path) -> None:
     mistakes = [
         Mistake((*enqueue_, "{bad"), USAGE, "not JSON"),
         Mistake((*enqueue_, ""), USAGE, "not JSON"),
-        Mistake((*enqueue_, "NaN"), USAGE, "NaN"),
+        Mistake((*enqueue_, "NaN"), USAGE, "nan"),
         Mistake((*enqueue_, '{"a": [1, Infinity]}'), USAGE, "a[1]"),
         Mistake((*enqueue_, '{"a": ["x\\u0000y"]}'), USAGE, "a[0]"),
         Mistake((*enqueue_, '{"a": "\\ud800"}'), USAGE, "a"),
