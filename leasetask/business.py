@@ -94,7 +94,7 @@ def _perform(
         return protocol.checkpoint([item], run.lease)
 
     try:
-        _, ack = yield InTransaction(Fenced(function, args, fence, isolation))
+        _, ack = yield InTransaction(Fenced(function, args, fence, isolation, name))
     except (LeaseLost, TaskCanceled, ReplayError):
         raise
     except Exception as error:
@@ -125,7 +125,7 @@ def complete(
 
     run.ending = True
     try:
-        value, _ = yield InTransaction(Fenced(function, args, fence, isolation))
+        value, _ = yield InTransaction(Fenced(function, args, fence, isolation, "complete"))
     except BaseException:
         run.ending = False
         raise

@@ -18,7 +18,7 @@ from leasetask.errors import (
     TaskNotFound,
     WaitTimeout,
 )
-from leasetask.model import Enqueued, TaskView
+from leasetask.model import LONGEST, Enqueued, TaskView
 from leasetask.payload import DEFAULT_LIMIT, encode
 from leasetask.protocol import KindPolicy, Query
 from leasetask.registry import Kind
@@ -134,6 +134,8 @@ def check_start(at: datetime | None, delay: float | None) -> None:
     """Refuse a start that names no moment; raises PayloadError."""
     if at is not None and delay is not None:
         raise PayloadError("give at= or delay=, not both")
+    if delay is not None and not abs(delay) <= LONGEST:
+        raise PayloadError(f"delay={delay}: at most {LONGEST:.0f} seconds")
     if at is not None and at.tzinfo is None:
         raise PayloadError(
             f"at={at.isoformat()} has no time zone; write datetime.now(timezone.utc) or the like"

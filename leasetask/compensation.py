@@ -51,5 +51,5 @@ def run_compensations(run: Run) -> Verb[None]:
         if record is not None:
             yield from replay(name, record, Any)
             continue
-        body = Body(compensation.function, compensation.args, {}, run.kind.timeout)
+        body = Body(compensation.function, compensation.args, {}, run.kind.timeout, name)
         yield from perform(run, name, body, annotation_of(compensation.function), DEFAULTS, {})

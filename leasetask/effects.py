@@ -101,7 +101,7 @@ def _perform(
         found: Reconciled = NotDone()
         if ledger.get("started"):
             before = Attempt(key, ledger["started"], ledger["token"])
-            found = yield Body(reconcile, (before,), {}, timeout)
+            found = yield Body(reconcile, (before,), {}, timeout, f"{name} (reconcile)")
         if isinstance(found, Unknown):
             raise EffectUnknown(
                 f"task {run.claimed.id}: nobody can tell whether effect {name!r} happened: "
@@ -114,7 +114,9 @@ def _perform(
         else:
             run.check_startable()
             yield from _note_start(run, name, ledger, options)
-            value = yield Body(do, (Attempt(key, ledger["started"], ledger["token"]),), {}, timeout)
+            value = yield Body(
+                do, (Attempt(key, ledger["started"], ledger["token"]),), {}, timeout, name
+            )
             ledger["ended"] = ledger.get("ended", 0) + 1
         encoded = encode(value, type_, what=f"result of effect {name!r}", limit=run.payload_limit)
     except (LeaseLost, TaskCanceled, ReplayError, EffectUnknown):

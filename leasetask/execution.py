@@ -34,8 +34,6 @@ from leasetask.steps import describe
 async def execute(run: Run, threads: Threads) -> Outcome:
     """Run a claimed task's handler until it returns, raises, waits, or may not go on."""
     kind = run.kind
-    if run.handing_back:
-        return Release()
     try:
         value = convert(run.claimed.input, kind.input_type, what=f"stored input of {kind.name}")
     except PayloadError as error:

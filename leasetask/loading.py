@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 
 from leasetask.app import App
@@ -23,7 +24,15 @@ def load_app(spec: str) -> App:
     module_name, _, attribute = spec.rpartition(":")
     if not module_name or "/" in attribute or attribute.endswith(".py"):
         module_name, attribute = spec, "app"
-    module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
+    if not module_name or module_name.startswith((".", ":")):
+        raise ConfigurationError(f"{spec!r} names no App; write MODULE:APP, such as shop.tasks:app")
+    try:
+        is_file = module_name.endswith(".py")
+        module = _load_file(module_name) if is_file else _load_module(module_name)
+    except ConfigurationError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(f"{spec} cannot be imported: {_in_one_line(error)}") from error
     value = getattr(module, attribute, None)
     if not isinstance(value, App):
         raise ConfigurationError(f"{spec}: {attribute!r} in {module_name} is not a leasetask App")
@@ -52,3 +61,10 @@ def _load_file(path: str) -> object:
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Say what a module raised while it was imported, and where."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    what = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {what} ({frame.filename}, line {frame.lineno})"

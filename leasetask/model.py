@@ -12,6 +12,10 @@ Status = Literal["pending", "running", "waiting", "succeeded", "failed", "cancel
 FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "canceled", "dead"})
 
 
+LONGEST = 1e9
+"""Longest duration that may be asked for, in seconds; some thirty years."""
+
+
 @dataclass(frozen=True, slots=True)
 class Retry:
     """How often and how soon something is tried again.
@@ -36,8 +40,10 @@ class Retry:
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
             raise ConfigurationError(f"Retry(max_attempts={self.max_attempts}): at least 1")
-        if self.initial < 0 or self.max_delay < 0 or self.factor < 1:
-            raise ConfigurationError("Retry: initial and max_delay at least 0, factor at least 1")
+        if not (0 <= self.initial <= LONGEST and 0 <= self.max_delay <= LONGEST):
+            raise ConfigurationError(f"Retry: initial and max_delay are 0 to {LONGEST:.0f} seconds")
+        if not 1 <= self.factor <= LONGEST:
+            raise ConfigurationError(f"Retry(factor={self.factor}): at least 1")
         if not 0 <= self.jitter <= 1:
             raise ConfigurationError(f"Retry(jitter={self.jitter}): between 0 and 1")
 

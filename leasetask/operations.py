@@ -78,6 +78,18 @@ async def within(seconds: float | None, awaitable: Awaitable[T], what: str) -> T
         raise
 
 
+def tell(run: Run, what: str, name: str) -> None:
+    """Tell the test harness, where there is one, what a sync handler has come to."""
+    if run.observer is not None:
+        run.observer.block(what, name)
+
+
+async def tell_async(run: Run, what: str, name: str) -> None:
+    """As `tell`, for a coroutine."""
+    if run.observer is not None:
+        await run.observer.wait(what, name)
+
+
 # --- operations ----------------------------------------------------------------------------
 
 
@@ -107,6 +119,7 @@ class Body:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     timeout: float | None = None
+    name: str = ""
 
     def block(self, run: Run) -> Any:
         """A thread cannot be stopped: the executor looks at `times_out_at` from outside."""
@@ -115,7 +128,10 @@ class Body:
         if self.timeout is not None:
             run.times_out_at = min(outer or float("inf"), time.monotonic() + self.timeout)
         try:
-            return self.function(*self.args, **self.kwargs)
+            tell(run, "before the body of", self.name)
+            value = self.function(*self.args, **self.kwargs)
+            tell(run, "after the body of", self.name)
+            return value
         finally:
             run.times_out_at = outer
             in_body.reset(token)
@@ -124,9 +140,11 @@ class Body:
         """A `def` body runs in the event loop, as any function that a coroutine calls."""
         token = in_body.set(True)
         try:
+            await tell_async(run, "before the body of", self.name)
             value = self.function(*self.args, **self.kwargs)
             if inspect.isawaitable(value):
                 value = await within(self.timeout, value, "a step")
+            await tell_async(run, "after the body of", self.name)
             return value
         finally:
             in_body.reset(token)
@@ -166,14 +184,21 @@ class Stand:
 
     parked: Parked
 
+    @property
+    def parked_name(self) -> str:
+        """The step that the branch stands at."""
+        return getattr(self.parked, "name", "")
+
     def block(self, run: Run) -> None:
         """Unwind the handler."""
+        tell(run, "at the wait", self.parked_name)
         run.park(self.parked)
         raise Suspended
 
     async def wait(self, run: Run) -> None:
         """Park; the executor drops the handler when every branch stands."""
         assert run.branches is not None
+        await tell_async(run, "at the wait", self.parked_name)
         run.park(self.parked)
         await run.branches.stand()
 

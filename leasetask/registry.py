@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from leasetask.errors import ConfigurationError, UnknownKind
-from leasetask.model import Retry
+from leasetask.model import LONGEST, Retry
 from leasetask.payload import annotation_of
 from leasetask.protocol import KindPolicy
 
@@ -73,8 +73,10 @@ def declare(handler: Callable[..., Any], *, name: str | None, **options: Any) ->
             "write def handler(ctx) or def handler(ctx, input)"
         )
     for option in ("lease", "timeout", "deadline"):
-        if options[option] is not None and options[option] <= 0:
-            raise ConfigurationError(f"{option} of {title} must be more than 0 seconds")
+        if options[option] is not None and not 0 < options[option] <= LONGEST:
+            raise ConfigurationError(
+                f"{option} of {title} must be more than 0 and at most {LONGEST:.0f} seconds"
+            )
     takes_input = len(parameters) == 2
     return Kind(
         name=title,

@@ -46,6 +46,16 @@ class Port(Protocol):
         """Return the server's current snapshot, as text."""
 
 
+class Observer(Protocol):
+    """Told of the points at which a process may die; None outside the test harness."""
+
+    def block(self, what: str, name: str) -> None:
+        """A sync handler's thread has come to a point."""
+
+    async def wait(self, what: str, name: str) -> None:
+        """A coroutine has come to a point."""
+
+
 class TransactionSource(Protocol):
     """Opens the transactions of `ctx.transaction`, and watches over them."""
 
@@ -109,6 +119,7 @@ class Run:
     ending: bool = False
     completed: bool = False
     holds_row: bool = False
+    observer: Observer | None = None
     times_out_at: float | None = None
     on_timeout: Callable[[], object] | None = None
     parked: list[Parked] = field(default_factory=list)

@@ -72,7 +72,7 @@ def step(
     else:
         yield from start(run, name, options.inserted)
         extra = {} if arguments is None else {"args": arguments}
-        body = Body(function, args, kwargs, options.timeout or run.kind.timeout)
+        body = Body(function, args, kwargs, options.timeout or run.kind.timeout, name)
         value = yield from perform(run, name, body, type_, options, extra)
     if options.compensate is not None:
         run.compensations.append(Compensation(name, options.compensate, (value,)))

@@ -28,6 +28,7 @@ from leasetask import hosts, protocol
 from leasetask.connection import is_disconnect, is_transient, sqlstate
 from leasetask.errors import LeaseLost
 from leasetask.model import Ack
+from leasetask.operations import tell, tell_async
 from leasetask.protocol import Query
 from leasetask.run import Run
 
@@ -55,6 +56,7 @@ class Fenced:
     args: tuple[Any, ...]
     fence: Callable[[Any], Query]
     isolation: Isolation = "read committed"
+    name: str = ""
 
 
 class _RollBack(Exception):
@@ -83,10 +85,13 @@ def run_blocking(run: Run, work: Fenced) -> tuple[Any, Ack]:
             with run.transactions.open(work.isolation) as db:
                 hosts.execute(db, _first(run, work))
                 opened = run.transactions.keeper.watch(run, db)
+                tell(run, "before the body of", work.name)
                 value = work.function(db, *work.args)
                 ack = protocol.ack(hosts.execute(db, work.fence(value))[0])
                 if ack.answer != "done":
                     raise _RollBack(ack)
+                tell(run, "before the commit of", work.name)
+            tell(run, "after the commit of", work.name)
             return value, ack
         except Exception as error:
             answered = judge.send(error)
@@ -107,11 +112,14 @@ async def run_awaiting(run: Run, work: Fenced) -> tuple[Any, Ack]:
             async with run.transactions.open_async(work.isolation) as db:
                 await hosts.execute_async(db, _first(run, work))
                 opened = run.transactions.keeper.watch(run, db)
+                await tell_async(run, "before the body of", work.name)
                 value = await work.function(db, *work.args)
                 rows = await hosts.execute_async(db, work.fence(value))
                 ack = protocol.ack(rows[0])
                 if ack.answer != "done":
                     raise _RollBack(ack)
+                await tell_async(run, "before the commit of", work.name)
+            await tell_async(run, "after the commit of", work.name)
             return value, ack
         except Exception as error:
             answered = judge.send(error)

@@ -53,7 +53,7 @@ def wait_for(
     yield from start(run, name, options.inserted)
     snapshot = yield Snapshot()
     try:
-        value = yield Body(check, (), {}, options.timeout or run.kind.timeout)
+        value = yield Body(check, (), {}, options.timeout or run.kind.timeout, name)
         encoded = encode(value, type_, what=f"result of {name!r}", limit=run.payload_limit)
     except (LeaseLost, TaskCanceled, ReplayError):
         raise

@@ -30,7 +30,7 @@ from leasetask.journal import Journal
 from leasetask.link import Link
 from leasetask.listener import listen
 from leasetask.maintenance import Maintenance
-from leasetask.model import Ack, Claimed, Completed, Fail, Lost, Outcome, Suspend
+from leasetask.model import LONGEST, Ack, Claimed, Completed, Fail, Lost, Outcome, Release, Suspend
 from leasetask.payload import DEFAULT_LIMIT
 from leasetask.protocol import Item
 from leasetask.registry import Registry
@@ -85,10 +85,12 @@ class WorkerOptions:
     def __post_init__(self) -> None:
         if self.concurrency < 1:
             raise ConfigurationError("a worker's concurrency is at least 1")
-        if self.lease < 0.5:
-            raise ConfigurationError("a lease is at least 0.5 seconds")
-        if self.poll_interval <= 0 or self.grace < 0:
-            raise ConfigurationError("poll_interval is more than 0 seconds, grace at least 0")
+        if not 0.5 <= self.lease <= LONGEST:
+            raise ConfigurationError(f"a lease is 0.5 to {LONGEST:.0f} seconds")
+        if not 0 < self.poll_interval <= LONGEST or not 0 <= self.grace <= LONGEST:
+            raise ConfigurationError(
+                f"poll_interval is more than 0 seconds, grace at least 0, both at most {LONGEST:.0f}"
+            )
         if ("outbox" in self.roles) != (self.outbox is not None):
             raise ConfigurationError("the role outbox goes with the DSN of the outbox's database")
         unknown = set(self.roles) - set(ROLES)
@@ -286,7 +288,7 @@ class Worker:
             if run.claimed.stored_steps:
                 rows = await self._claims.ask(protocol.stored_steps(run.claimed.id))
                 run.journal = Journal(rows[0][0], run.claimed.open_steps)
-            outcome = await execute(run, self._threads)
+            outcome = Release() if run.handing_back else await execute(run, self._threads)
             await self._end(run, outcome)
         finally:
             del self._runs[run.claimed.token]

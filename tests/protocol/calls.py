@@ -207,11 +207,17 @@ class Session:
         """Cancel a task."""
         return str(self.value("cancel", task=id))
 
-    def poll(self) -> None:
-        """Do what a worker does once a second: deliver what nobody has looked at, to the end."""
+    def poll(self) -> list[str]:
+        """Do what a worker does once a second; return the topics that it has to ask for again."""
         topics = [row[0] for row in self.call("undelivered_topics")]
-        while topics:
-            topics = [row.topic for row in self.deliver(topics) if row.again]
+        return [row.topic for row in self.deliver(topics) if row.again]
+
+    def deliver_all(self) -> None:
+        """Poll until nothing is left that nobody has looked at; somebody holding a row is an error."""
+        for _ in range(20):
+            if not self.poll():
+                return
+        raise AssertionError("a topic is never delivered to its end")
 
     def clear(self) -> None:
         """Forget every task and signal; a delete is cheaper than a truncate on tables this small."""

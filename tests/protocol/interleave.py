@@ -207,20 +207,31 @@ class _Player:
 class Explorer:
     """Connections to a scratch database on which programs are explored."""
 
-    def __init__(self, dsn: str, players: int = 3) -> None:
+    def __init__(self, dsn: str) -> None:
         self.session = scratch(dsn)
         self._gates = psycopg.connect(dsn, autocommit=True)
-        self._players = [_Player(n + 1, scratch(dsn)) for n in range(players)]
+        self._dsn = dsn
+        self._players: list[_Player] = []
         self._runs = 0
 
     def close(self) -> None:
-        """Close the connections, whatever they are waiting for."""
+        """Close the connections."""
+        self._dismiss()
+        self.session.conn.close()
+        self._gates.close()
+
+    def _dismiss(self) -> None:
+        """Let the actors' connections go, whatever they are waiting for."""
         for player in self._players:
             self._gates.execute("select pg_terminate_backend(%s)", [player.session.pid])
             player.thread.shutdown()
             player.session.conn.close()
-        self.session.conn.close()
-        self._gates.close()
+        self._players = []
+
+    def _cast(self, actors: Sequence[Actor]) -> list[_Player]:
+        while len(self._players) < len(actors):
+            self._players.append(_Player(len(self._players) + 1, scratch(self._dsn)))
+        return self._players[: len(actors)]
 
     def explore(self, program: Program, limit: int | None = None) -> int:
         """Run every order of a program's steps and check each; return how many there were.
@@ -233,7 +244,11 @@ class Explorer:
         """
         choices: list[int] = []
         for count in itertools.count(1):
-            trace = self._run(program, choices)
+            try:
+                trace = self._run(program, choices)
+            except BaseException:
+                self._dismiss()
+                raise
             while trace and trace[-1][0] == trace[-1][1][-1]:
                 trace.pop()
             if not trace or count == limit:
@@ -251,7 +266,7 @@ class Explorer:
             self.session.do("truncate leasetask.task, leasetask.task_step, leasetask.task_signal")
         self.session.at(0)
         memory = program.prepare(self.session)
-        players = self._players[: len(program.actors)]
+        players = self._cast(program.actors)
         for player, actor in zip(players, program.actors, strict=True):
             player.start(actor, memory)
             if actor.gates:

@@ -82,7 +82,7 @@ def check(session: Session) -> None:
 
 def check_delivered(session: Session) -> None:
     """Deliver what nobody has looked at, as any worker does, and fail if something does not hold."""
-    session.poll()
+    session.deliver_all()
     _fail_for(session.rows(_ALL_QUERY, *_ALL))
 
 

@@ -116,7 +116,7 @@ def two_waiters(session: Session) -> Memory:
     first = session.wait("a", seconds=5)
     session.at(1)
     second = session.wait("b")
-    session.poll()
+    session.deliver_all()
     return {"id": first, "other": second}
 
 
@@ -808,7 +808,7 @@ def test_a_delivery_is_stopped_everywhere(
         for _ in range(signals):
             session.signal()
         if beside == "a prune":
-            session.poll()
+            session.deliver_all()
         return {"older": waiters["id"], "newer": waiters["other"], "id": id, "token": token}
 
     def cancel_older(session: Session, memory: Memory) -> Any:
@@ -964,7 +964,7 @@ def test_a_claim_is_stopped_everywhere(stopper: Explorer, beside: str) -> None:
 
     def begin(session: Session) -> Memory:
         id = session.wait("a", seconds=5)
-        session.poll()
+        session.deliver_all()
         session.do("update leasetask.task set deadline = leasetask.clock() + interval '9 s'")
         return {"id": id}
 
