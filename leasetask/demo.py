@@ -228,10 +228,12 @@ def audit(site: Site, conn: Connection, source: Path, files: list[str]) -> Audit
         copy = site.copies / name
         _, recorded = rows.get(str(copy), (0, None))
         result.succeeded += status == "succeeded"
-        if status != "succeeded" or recorded is None or not copy.is_file():
+        if status != "succeeded":
             result.lost += 1
-            what = error or f"row: {recorded is not None}, copy: {copy.is_file()}"
-            result.troubles.append(f"{name}: task {status}, {what}")
+            result.troubles.append(f"{name}: its task is {status}: {error}")
+        elif recorded is None or not copy.is_file():
+            result.lost += 1
+            result.troubles.append(f"{name}: its task succeeded, but row or copy is missing")
         elif sha256_of(copy) == recorded == sha256_of(source / name):
             result.verified += 1
         else:

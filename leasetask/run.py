@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -115,6 +115,7 @@ class Run:
     started: float = field(default_factory=time.monotonic)
     lost: str | None = None
     cancel_requested: bool = False
+    refused_by_cancel: bool = False
     handing_back: bool = False
     ending: bool = False
     completed: bool = False
@@ -157,8 +158,13 @@ class Run:
 
     def _call_interrupt(self) -> None:
         self.interrupted = True
+        with suppress(RuntimeError):  # the loop has closed, and its handlers with it
+            self.loop.call_soon_threadsafe(self._interrupt_handler)
+
+    def _interrupt_handler(self) -> None:
+        # Asked only now: the handler may have ended since, and its outcome be on the way.
         if self.interrupt is not None:
-            self.loop.call_soon_threadsafe(self.interrupt)
+            self.interrupt()
 
     def set_time_limit(self, seconds: float | None) -> None:
         """The handler may run so long; a step's own limit narrows it meanwhile."""
@@ -197,6 +203,7 @@ class Run:
         self.check_usable()
         if self.stopping and self.journal.complete:
             why = "a cancel was asked for" if self.cancel_requested else "it compensates"
+            self.refused_by_cancel = True
             raise TaskCanceled(f"task {self.claimed.id}: {why}; no further step starts")
         if self.handing_back:
             self.park(HandBack())
@@ -207,6 +214,7 @@ class Run:
         if self.lost is not None:
             self.check_usable()
         if self.cancel_requested and self.journal.complete:
+            self.refused_by_cancel = True
             raise TaskCanceled(f"task {self.claimed.id}: a cancel was asked for")
 
     def park(self, parked: Parked) -> None:

@@ -186,6 +186,10 @@ class Keeper(threading.Thread):
             opened.run.holds_row = False
             self._open.discard(opened)
 
+    def opened(self) -> list[OpenTransaction]:
+        """Return the transactions under way."""
+        return list(self._open)
+
     def stop(self) -> None:
         """End the thread."""
         self._stopped.set()
@@ -193,7 +197,7 @@ class Keeper(threading.Thread):
     def run(self) -> None:
         """Look at the open transactions until stopped."""
         while not self._stopped.wait(self._tick):
-            for opened in list(self._open):
+            for opened in self.opened():
                 self._keep(opened)
 
     def _keep(self, opened: OpenTransaction) -> None:

@@ -142,7 +142,6 @@ def test_bad_input(dsn: str, db: Db, tmp_path: Path) -> None:
     enqueue_ = ("enqueue", "noop")
     mistakes = [
         Mistake((*enqueue_, "{bad"), USAGE, "not JSON"),
-        Mistake((*enqueue_, ""), USAGE, "not JSON"),
         Mistake((*enqueue_, "NaN"), USAGE, "nan"),
         Mistake((*enqueue_, '{"a": [1, Infinity]}'), USAGE, "a[1]"),
         Mistake((*enqueue_, '{"a": ["x\\u0000y"]}'), USAGE, "a[0]"),
@@ -157,9 +156,7 @@ def test_bad_input(dsn: str, db: Db, tmp_path: Path) -> None:
         Mistake((*enqueue_, "1", "--delay", "1", "--at", "2030-01-01T00:00:00Z"), USAGE, "both"),
         Mistake(("enqueue", "", "1"), USAGE, "kind"),
         Mistake(("signal", "topic", "{bad"), USAGE, "not JSON"),
-        Mistake(("signal", "", "1"), USAGE, "topic"),
         Mistake(("cancel", "not-a-uuid"), USAGE, "not-a-uuid"),
-        Mistake(("retry", "not-a-uuid"), USAGE, "not-a-uuid"),
         Mistake(("show", "not-a-uuid"), USAGE, "not-a-uuid"),
     ]
     check_all(dsn, tmp_path, mistakes)
@@ -175,7 +172,6 @@ def test_what_is_not_there(dsn: str, db: Db, tmp_path: Path) -> None:
         tmp_path,
         [
             Mistake(("cancel", NOBODY), REFUSED, NOBODY),
-            Mistake(("retry", NOBODY), REFUSED, NOBODY),
             Mistake(("show", NOBODY), REFUSED, NOBODY),
             Mistake(("retry", task), REFUSED, "pending"),
             Mistake(("enqueue", "noop", "2", "--key", "taken"), REFUSED, task),
@@ -249,11 +245,8 @@ def test_a_spec_that_cannot_be_imported(dsn: str, modules: Path) -> None:
         ":app": ":app",
         "": "MODULE",
         "..relative:app": "..relative",
-        "a..b:app": "a..b",
         ".:app": ".",
         "raises:app": "RuntimeError",
-        "raises.py:app": "RuntimeError",
-        "syntax:app": "syntax.py",
         "syntax.py:app": "syntax.py",
         "imports:app": "no_such_module_anywhere",
         "leaves:app": "leaves",
@@ -267,11 +260,9 @@ def test_a_workers_options(dsn: str, tmp_path: Path) -> None:
     """Numbers and names that cannot work: status 2, one line."""
     options = {
         "--concurrency=0": "concurrency",
-        "--concurrency=-1": "concurrency",
         "--lease=0.1": "lease",
         "--lease=nan": "lease",
         "--lease=inf": "lease",
-        "--poll=0": "poll",
         "--poll=nan": "poll",
         "--grace=-1": "grace",
         "--grace=nan": "grace",

@@ -89,7 +89,7 @@ def test_it_fails_for_a_bad_copy_a_lost_file_and_a_doubled_row(
     assert (number(out, "copies verified by hash"), number(out, "tasks succeeded")) == (2, 4)
     assert (number(out, "lost"), number(out, "duplicated")) == (1, 1)
     assert "FAILED\n  folder 0/ü 0.bin: the copy differs from the file\n" in out
-    assert "  folder 0/ü 3.bin: task succeeded, row: True, copy: False\n" in out
+    assert "  folder 0/ü 3.bin: its task succeeded, but row or copy is missing\n" in out
     assert "the workers' last words:" in out
 
 

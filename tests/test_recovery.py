@@ -135,6 +135,24 @@ def test_h12_a_killer_dies_alone(db: Db, fleet: Fleet, max_attempts: int) -> Non
     assert all(column(db, "runs", task) <= 3 for task in healthy)
 
 
+def test_h12_a_suspect_is_given_all_the_time_it_needs(db: Db, fleet: Fleet) -> None:
+    """H12: the process that runs suspects alone takes one after the other and ends after the last.
+
+    It is not told to stop while one runs: a suspect longer than the grace gets to its end.
+    """
+    tasks = [enqueue(db, "sleeps", 0.5) for _ in range(2)]
+    ordinary = enqueue(db, "sleeps", 0)
+    db.execute("update leasetask.task set suspect = true where id = any (%s)", [tasks])
+    alone = fleet.start("recovery", "--alone", "--grace", "0", lease=LEASE)
+    assert alone.wait() == 0
+    for task in tasks:
+        assert column(db, "(status, runs)", task) == ("succeeded", "1")
+    first, second = fleet.ledger.entries("begins")
+    assert first.pid == second.pid
+    assert second.at - first.at >= 0.5
+    assert column(db, "(status, runs)", ordinary) == ("pending", "0")
+
+
 # --- SIGSTOP -------------------------------------------------------------------------------------
 
 FROZEN = {

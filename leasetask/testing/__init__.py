@@ -1,1 +1,27 @@
-"""Tools for testing handlers on a real PostgreSQL."""
+"""Prove that handlers survive a crash at any point, on a real PostgreSQL.
+
+`crash_anywhere` tries every point; `Engine` moves time and runs what is due; the pytest plugin gives
+fixtures for both.
+"""
+
+from leasetask.testing.engine import Engine
+from leasetask.testing.faults import (
+    DoesNotSurvive,
+    Fault,
+    Played,
+    Scenario,
+    Schedule,
+    Survived,
+    crash_anywhere,
+)
+
+__all__ = [
+    "DoesNotSurvive",
+    "Engine",
+    "Fault",
+    "Played",
+    "Scenario",
+    "Schedule",
+    "Survived",
+    "crash_anywhere",
+]

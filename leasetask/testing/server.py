@@ -5,13 +5,15 @@ The server is, in this order: LEASETASK_TEST_DSN, a container when Docker is the
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import secrets
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psycopg
@@ -45,6 +47,28 @@ def found_server() -> Iterator[str]:
         finally:
             embedded.release(folder)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def scratch_database(dsn: str | None) -> Iterator[str]:
+    """Give the DSN of a migrated scratch database: the one given, or a fresh one.
+
+    The server is started once for the process.
+    """
+    if dsn is not None:
+        yield dsn
+        return
+    with _shared_databases().fresh() as fresh:
+        yield fresh
+
+
+@functools.cache
+def _shared_databases() -> Databases:
+    stack = ExitStack()
+    atexit.register(stack.close)
+    databases = Databases(stack.enter_context(found_server()))
+    stack.callback(databases.close)
+    return databases
 
 
 def docker_runs() -> bool:
