@@ -220,6 +220,27 @@ def get(task_id: str) -> Query:
     return Query(_VIEW, (task_id,))
 
 
+_HISTORY: LiteralString = """
+select t.id::text, t.kind, t.handler_version, t.idempotency_key, t.status, t.input,
+  leasetask.recorded_steps(t.id), t.open_steps, t.compensating
+from leasetask.task t"""
+
+
+def history(task_id: str) -> Query:
+    """Rows: what `History` takes."""
+    return Query(_HISTORY + " where t.id = %s::uuid", (task_id,))
+
+
+def unfinished_histories(statuses: Sequence[str], after: str | None, n: int) -> Query:
+    """Rows: what `History` takes, of tasks in these states, a page by id."""
+    return Query(
+        _HISTORY
+        + " where t.status = any (%s::text[]) and (%s::uuid is null or t.id > %s::uuid)"
+        + " order by t.id limit %s",
+        (list(statuses), after, after, n),
+    )
+
+
 def task_view(row: Sequence[Any]) -> TaskView:
     """Read a row of `get`."""
     return TaskView(*row)

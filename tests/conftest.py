@@ -8,17 +8,15 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
-from leasetask.testing.server import Databases, found_server
+from leasetask.testing.server import Databases
 
 SOAK = bool(os.environ.get("LEASETASK_SOAK"))
 
 
 @pytest.fixture(scope="session")
-def databases() -> Iterator[Databases]:
-    with found_server() as server:
-        databases = Databases(server)
-        yield databases
-        databases.close()
+def databases(leasetask_databases: Databases) -> Databases:
+    """The plugin that users get is the one that our own tests stand on."""
+    return leasetask_databases
 
 
 @pytest.fixture

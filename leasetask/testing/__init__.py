@@ -4,6 +4,7 @@
 fixtures for both.
 """
 
+from leasetask.history import History, replay
 from leasetask.testing.engine import Engine
 from leasetask.testing.faults import (
     DoesNotSurvive,
@@ -19,9 +20,11 @@ __all__ = [
     "DoesNotSurvive",
     "Engine",
     "Fault",
+    "History",
     "Played",
     "Scenario",
     "Schedule",
     "Survived",
     "crash_anywhere",
+    "replay",
 ]

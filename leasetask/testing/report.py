@@ -89,7 +89,9 @@ def _mend(played: Played) -> str:
 
 def _mend_repetition(played: Played) -> str:
     repeated = [name for name, _ in _repeated(played)]
-    effects = {p.rsplit("the start of ", 1)[1] for w in played.points for p in w if "the start of" in p}
+    effects = {
+        p.rsplit("the start of ", 1)[1] for w in played.points for p in w if "the start of" in p
+    }
     for name in repeated:
         if name not in effects:
             return (

@@ -10,9 +10,12 @@ from typing import Any
 
 import psycopg
 from psycopg.rows import namedtuple_row
+from psycopg.types.datetime import TimestamptzLoader
 
 START = datetime(2030, 1, 1, tzinfo=UTC)
 """Where the clock of a scratch database stands until a session moves it."""
+
+FOREVER = datetime.max.replace(tzinfo=UTC)
 
 LEASE = 30
 """Seconds of a lease, unless a test says otherwise."""
@@ -58,12 +61,20 @@ def _parameter(value: Any, type_: str) -> Any:
     return value
 
 
+class _Timestamps(TimestamptzLoader):
+    """Reads what Python cannot hold as the last moment that it can."""
+
+    def load(self, data: Any) -> datetime:
+        return FOREVER if bytes(data) == b"infinity" else super().load(data)
+
+
 class Session:
     """One connection, and the functions of the protocol as its callers see them."""
 
     def __init__(self, conn: psycopg.Connection[Any], seconds: float | None = 0) -> None:
         self.conn = conn
         self.conn.autocommit = True
+        self.conn.adapters.register_loader("timestamptz", _Timestamps)
         self._types = {
             name: dict(zip(names or [], types, strict=True))
             for name, names, types in conn.execute(_SIGNATURES).fetchall()
