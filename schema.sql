@@ -32,11 +32,11 @@
 
 begin;
 
+set local client_min_messages = warning;
+select pg_advisory_xact_lock(hashtext('leasetask.migrate'));
 -- Applied to a database in use it may have to wait for a table; whoever comes after would wait behind
 -- it, and leases would run out. Rather fail: `leasetask migrate` tries again by itself.
 set local lock_timeout = '2s';
-set local client_min_messages = warning;
-select pg_advisory_xact_lock(hashtext('leasetask.migrate'));
 
 create schema if not exists leasetask;
 

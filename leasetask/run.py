@@ -190,6 +190,7 @@ class Run:
 
     def check_usable(self) -> None:
         """Raise if this run may not use verbs any more."""
+        self._look_at_the_clock()
         if self.lost is not None:
             raise LeaseLost(f"task {self.claimed.id}: {self.lost}; nothing of this run is recorded")
         if self.unwound:
@@ -197,6 +198,11 @@ class Run:
                 f"task {self.claimed.id}: the handler caught the suspension and went on; "
                 "let BaseException pass, and use no verbs in finally blocks"
             )
+
+    def _look_at_the_clock(self) -> None:
+        # A thread that wakes from a freeze may run before the watchdog's does.
+        if self.lost is None and time.monotonic() > self.lease_ends:
+            self.lose("its lease was not renewed in time")
 
     def check_startable(self) -> None:
         """Raise if nothing new may start: the lease is lost, a cancel asked for, a drain."""
@@ -211,6 +217,7 @@ class Run:
 
     def check_going_on(self) -> None:
         """Raise, between the chunks of a step, if there is no use in going on."""
+        self._look_at_the_clock()
         if self.lost is not None:
             self.check_usable()
         if self.cancel_requested and self.journal.complete:
