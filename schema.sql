@@ -608,7 +608,7 @@ begin
 
   -- Rows that somebody holds were looked at and not taken: other lanes may make up for them.
   for lane in
-    select l.ord from unnest(priorities) with ordinality as l (priority, ord)
+    select l.ord::int from unnest(priorities) with ordinality as l (priority, ord)
     where cardinality(kinds) > 1 and cardinality(chosen) < (select sum(q) from unnest(quotas) q)
     order by l.priority
   loop
@@ -1512,6 +1512,117 @@ begin
     order by x.id limit n for update skip locked));
   get diagnostics rows_ = row_count;
   return total + rows_;
+end $$;
+
+
+-- ═══ Looking ══════════════════════════════════════════════════════════════════════════════════
+-- For operators: read-only, and quick however many rows there are. Counts stop at `most`, and rates
+-- look at no more than a tenth as many ends.
+
+-- One row for each (kind, version) that has unfinished tasks or was declared. `declared_at` null, or
+-- old: nobody can run it. Waiting times and run times are those of the last claims, in seconds.
+create or replace function leasetask.stats(period interval default '5 minutes', most int default 100000)
+returns table (
+  kind text, version int, declared_at timestamptz, paused boolean, ready bigint, suspects bigint,
+  later bigint, waiting bigint, running bigint, oldest_ready timestamptz, succeeded bigint,
+  failed bigint, wait_p50 float8, wait_p95 float8, run_p50 float8, run_p95 float8)
+language plpgsql stable
+set search_path = pg_catalog, pg_temp set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+  now_ timestamptz := leasetask.clock();
+begin
+  for kind, version in
+    with recursive pair as (
+      (select t.kind, t.handler_version from leasetask.task t
+       where t.status in ('pending', 'waiting') order by t.kind, t.handler_version limit 1)
+      union all
+      select n.kind, n.handler_version from pair p cross join lateral (
+        select t.kind, t.handler_version from leasetask.task t
+        where t.status in ('pending', 'waiting') and (t.kind, t.handler_version) > (p.kind, p.handler_version)
+        order by t.kind, t.handler_version limit 1) n
+    )
+    select p.kind, p.handler_version from pair p
+    union select k.kind, k.version from leasetask.kind k
+    union select t.kind, t.handler_version from leasetask.task t where t.status = 'running'
+    order by 1, 2
+  loop
+    declared_at := null; paused := null;
+    select k.last_seen, k.paused into declared_at, paused from leasetask.kind k
+    where k.kind = stats.kind and k.version = stats.version;
+    select count(*) filter (where u.due), count(*) filter (where u.due and u.suspect),
+           count(*) filter (where not u.due and u.status = 'pending'),
+           count(*) filter (where not u.due and u.status = 'waiting'), min(u.next_run_at) filter (where u.due)
+    into ready, suspects, later, waiting, oldest_ready
+    from (select t.next_run_at <= now_ as due, t.suspect, t.status, t.next_run_at from leasetask.task t
+          where t.kind = stats.kind and t.handler_version = stats.version
+            and t.status in ('pending', 'waiting') limit most) u;
+    select count(*) into running from leasetask.task t
+    where t.status = 'running' and t.kind = stats.kind and t.handler_version = stats.version;
+    select count(*) filter (where e.status = 'succeeded'),
+           count(*) filter (where e.status in ('failed', 'dead')),
+           percentile_cont(0.5) within group (order by extract(epoch from e.claimed_at - e.next_run_at)),
+           percentile_cont(0.95) within group (order by extract(epoch from e.claimed_at - e.next_run_at)),
+           percentile_cont(0.5) within group (order by extract(epoch from e.finished_at - e.claimed_at)),
+           percentile_cont(0.95) within group (order by extract(epoch from e.finished_at - e.claimed_at))
+    into succeeded, failed, wait_p50, wait_p95, run_p50, run_p95
+    from (select t.* from leasetask.task t
+          where t.finished_at is not null and t.pruned_at is null and t.finished_at > now_ - period
+          order by t.finished_at desc limit most / 10) e
+    where e.kind = stats.kind and e.handler_version = stats.version;
+    return next;
+  end loop;
+end $$;
+
+-- A page of tasks, the newest first; a filter that is null is none. Each source is a short walk in one
+-- index; without a key, a status or a topic it looks at the newest `most` tasks only.
+create or replace function leasetask.list(
+  kind text default null, version int default null, statuses text[] default null, key text default null,
+  topic text default null, older_than interval default null, priority smallint default null,
+  before uuid default null, n int default 50, most int default 100000
+) returns setof leasetask.task
+language plpgsql stable
+set search_path = pg_catalog, pg_temp set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+  source text := case
+    when key is not null and kind is not null then $q$ x.kind = $1 and x.idempotency_key = $4 $q$
+    when topic is not null then $q$ x.status = 'waiting' and x.wait_topic = $5 $q$
+    when statuses <@ array['pending', 'waiting'] then $q$ x.status in ('pending', 'waiting') $q$
+    when statuses <@ array['running'] then $q$ x.status = 'running' $q$
+    when statuses <@ array['failed', 'dead'] then $q$ x.dead_letter_at is not null $q$
+    else $q$ x.id in (select y.id from leasetask.task y where $8 is null or y.id < $8
+                      order by y.id desc limit $10) $q$ end;
+begin
+  return query execute $q$
+    select x.* from leasetask.task x
+    where ($1 is null or x.kind = $1) and ($2 is null or x.handler_version = $2)
+      and ($3 is null or x.status = any ($3)) and ($4 is null or x.idempotency_key = $4)
+      and ($5 is null or x.wait_topic = $5) and ($6 is null or x.created_at < $11 - $6)
+      and ($7 is null or x.priority = $7) and ($8 is null or x.id < $8) and $q$ || source || $q$
+    order by x.id desc limit $9 $q$
+  using list.kind, list.version, statuses, list.key, topic, older_than, list.priority, before, n, most,
+        leasetask.clock();
+end $$;
+
+-- Stops (or, with false, resumes) the claims of a kind, of one version or of all; answers how many
+-- versions there are.
+create or replace function leasetask.pause(kind text, version int default null, paused boolean default true)
+returns int
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  changed int;
+begin
+  update leasetask.kind k set paused = pause.paused
+  where k.kind = pause.kind and (pause.version is null or k.version = pause.version);
+  get diagnostics changed = row_count;
+  if not pause.paused then
+    perform leasetask.wake();
+  end if;
+  return changed;
 end $$;
 
 

@@ -1,9 +1,10 @@
 """Ingest files: hash each one, copy it, verify the copy, record it; once, whatever crashes.
 
-export LEASETASK_DSN=postgresql://localhost/media
-leasetask migrate
-python examples/ingest.py ~/Pictures /mnt/archive     # one task per file
-leasetask worker examples/ingest.py:app               # as many of these as you like
+Try it:
+    export LEASETASK_DSN=postgresql://localhost/media
+    leasetask migrate
+    python examples/ingest.py ~/Pictures /mnt/archive     # one task per file
+    leasetask worker examples/ingest.py:app               # as many of these as you like
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psycopg
 
 from leasetask import App, Context, NonRetryable, Retry
 
+Connection = psycopg.Connection[Any]
 CHUNK = 1024 * 1024
 TABLE = """
     create table if not exists ingested (
-      task_id uuid primary key, source text not null, target text not null, sha256 text not null
+      task_id uuid not null, source text not null, target text not null, sha256 text not null
     )
 """
 
@@ -55,7 +58,7 @@ def ingest(ctx: Context, media: Media) -> Ingested:
     sha256 = ctx.step("hash", digest, ctx, media.source)
     target = ctx.step("copy", copy, ctx, media.source, media.target, compensate=delete)
     ctx.step("verify", verify, ctx, target, sha256)
-    ctx.step("record", record, ctx.task_id, media.source, target, sha256)
+    ctx.transaction("record", record, ctx.task_id, media.source, target, sha256)
     return Ingested(target, sha256)
 
 
@@ -104,14 +107,12 @@ def verify(ctx: Context, target: str, sha256: str) -> None:
         raise NonRetryable(f"{target} differs from what was read")
 
 
-def record(task_id: str, source: str, target: str, sha256: str) -> None:
-    """Write the business row; keyed by the task, so that a second run adds nothing."""
-    with psycopg.connect(app.dsn) as db:
-        db.execute(
-            "insert into ingested (task_id, source, target, sha256) values (%s, %s, %s, %s)"
-            " on conflict do nothing",
-            (task_id, source, target, sha256),
-        )
+def record(db: Connection, task_id: str, source: str, target: str, sha256: str) -> None:
+    """Write the business row; it commits together with the step's record, so never twice."""
+    db.execute(
+        "insert into ingested (task_id, source, target, sha256) values (%s, %s, %s, %s)",
+        (task_id, source, target, sha256),
+    )
 
 
 def main(folder: Path, target: Path) -> None:

@@ -275,7 +275,7 @@ def read_ledger(ledger: Path) -> tuple[int, int, int]:
 
 
 def _rows(result: Audit, story: Story) -> list[Row]:
-    again = f"{result.cut_off:,} of them again, cut off by the kill" if result.cut_off else ""
+    again = f"{result.cut_off:,} of them again, having left no record" if result.cut_off else ""
     killed = recovered = ("never", "all was done too soon")
     if story.kill is not None:
         killed = (f"{story.killed_after:.1f} s", f"with {_tasks(story.done_before)} done")
@@ -288,8 +288,8 @@ def _rows(result: Audit, story: Story) -> list[Row]:
         ("killed at", *killed),
         ("first recovered after", *recovered),
         ("copies verified by hash", f"{result.verified:,}", ""),
-        ("lost", f"{result.lost:,}", "files without a finished task, a row or a copy"),
-        ("duplicated", f"{result.duplicated:,}", "business rows, and steps run after their record"),
+        ("lost", f"{result.lost:,}", "without a finished task, row or copy"),
+        ("duplicated", f"{result.duplicated:,}", "rows, and recorded steps run again"),
     ]
 
 

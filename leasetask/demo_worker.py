@@ -40,14 +40,20 @@ class NotingContext(Context):
 
     def step(self, name: str, function: Callable[..., T], *args: Any, **options: Any) -> T:
         """As `Context.step`."""
+        return super().step(name, self._noted(name, function, _pause), *args, **options)
 
+    def transaction(self, name: str, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """As `Context.transaction`."""
+        return super().transaction(name, self._noted(name, function, 0), *args, **options)
+
+    def _noted(self, name: str, function: Callable[..., T], pause: float) -> Callable[..., T]:
         @functools.wraps(function)  # keeps the annotations, by which results are converted
         def body(*args: Any) -> T:
             note(self.task_id, name)
-            time.sleep(_pause)
+            time.sleep(pause)
             return function(*args)
 
-        return super().step(name, body, *args, **options)
+        return body
 
 
 @app.task(kind=os.environ.get(KIND, "leasetask_demo"), retry=example.registry.resolve(ingest).retry)

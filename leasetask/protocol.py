@@ -482,6 +482,180 @@ def prune(age: float, signal_age: float, forget_keys: bool, n: int) -> Query:
     )
 
 
+# --- operators ----------------------------------------------------------------------------
+
+
+class KindStats(NamedTuple):
+    """A row of `stats`; times in seconds, counts cut at the query's limit."""
+
+    kind: str
+    version: int
+    declared_ago: float | None
+    paused: bool | None
+    ready: int
+    suspects: int
+    later: int
+    waiting: int
+    running: int
+    oldest_ready: float | None
+    succeeded: int
+    failed: int
+    wait_p50: float | None
+    wait_p95: float | None
+    run_p50: float | None
+    run_p95: float | None
+
+
+class Listed(NamedTuple):
+    """A row of `list`; times in seconds."""
+
+    id: str
+    kind: str
+    version: int
+    key: str
+    status: str
+    priority: int
+    attempts: int
+    max_attempts: int
+    due_in: float | None
+    age: float
+    note: str | None
+
+
+class Running(NamedTuple):
+    """A row of `running`; times in seconds."""
+
+    id: str
+    kind: str
+    version: int
+    owner: str
+    since: float
+    lease_left: float
+    attempts: int
+    step: str | None
+    progress: dict[str, Any] | None
+
+
+def stats(period: float, most: int) -> Query:
+    """Rows: `KindStats`."""
+    return Query(
+        "select kind, version, extract(epoch from leasetask.clock() - declared_at)::float8, paused, "
+        "ready, suspects, later, waiting, running, "
+        "extract(epoch from leasetask.clock() - oldest_ready)::float8, succeeded, failed, "
+        "wait_p50, wait_p95, run_p50, run_p95 "
+        "from leasetask.stats(make_interval(secs => %s), %s)",
+        (period, most),
+    )
+
+
+class Filters(NamedTuple):
+    """What `list` may be narrowed by; `older_than` in seconds, `before` a task's id."""
+
+    kind: str | None = None
+    version: int | None = None
+    statuses: tuple[str, ...] | None = None
+    key: str | None = None
+    topic: str | None = None
+    older_than: float | None = None
+    priority: int | None = None
+    before: str | None = None
+
+
+def list_tasks(by: Filters, n: int) -> Query:
+    """Rows: `Listed`, the newest first."""
+    return Query(
+        "select id::text, kind, handler_version, idempotency_key, status, priority, attempts, "
+        "max_attempts, case when next_run_at < 'infinity' and finished_at is null "
+        "then extract(epoch from next_run_at - leasetask.clock())::float8 end, "
+        "extract(epoch from leasetask.clock() - created_at)::float8, "
+        "coalesce(last_error ->> 'message', cancel_reason, wait_topic, lease_owner) "
+        "from leasetask.list(%s::text, %s::int, %s::text[], %s::text, %s::text, "
+        "make_interval(secs => %s::float8), %s::smallint, %s::uuid, %s::int)",
+        (
+            by.kind,
+            by.version,
+            None if by.statuses is None else list(by.statuses),
+            *by[3:],
+            n,
+        ),
+    )
+
+
+def running(n: int) -> Query:
+    """Rows: `Running`, the longest first."""
+    return Query(
+        "select id::text, kind, handler_version, lease_owner, "
+        "extract(epoch from leasetask.clock() - claimed_at)::float8, "
+        "extract(epoch from lease_until - leasetask.clock())::float8, attempts, "
+        "(select o.key from jsonb_each(open_steps) o limit 1), progress "
+        "from leasetask.task where status = 'running' order by claimed_at limit %s",
+        (n,),
+    )
+
+
+def pause(kind: str, version: int | None, paused: bool) -> Query:
+    """Rows: how many (kind, version) pairs there are."""
+    return Query("select leasetask.pause(%s, %s::int, %s)", (kind, version, paused))
+
+
+def dead_letter_ids(kind: str | None, version: int | None, n: int) -> Query:
+    """Rows: ids of dead letters that can be retried, the oldest first."""
+    return Query(
+        "select id::text from leasetask.task where dead_letter_at is not null "
+        "and compensating is null and pruned_at is null "
+        "and (%s::text is null or kind = %s) and (%s::int is null or handler_version = %s) "
+        "order by dead_letter_at limit %s",
+        (kind, kind, version, version, n),
+    )
+
+
+# --- doctor: each answers a few rows, none or zero where all is well -------------------------
+
+LONG_TRANSACTIONS = Query(
+    "select pid, coalesce(application_name, ''), state, "
+    "extract(epoch from clock_timestamp() - xact_start)::float8 from pg_stat_activity "
+    "where xact_start < clock_timestamp() - interval '1 minute' and datname = current_database() "
+    "and pid <> pg_backend_pid() order by xact_start"
+)
+DEAD_ROWS = Query(
+    "select relname, n_live_tup, n_dead_tup, last_autovacuum from pg_stat_user_tables "
+    "where schemaname = 'leasetask' and n_dead_tup > 10000 and n_dead_tup > n_live_tup"
+)
+AUTOVACUUM = Query("select current_setting('autovacuum')")
+EXPIRED_LEASES = Query(
+    "select count(*), extract(epoch from leasetask.clock() - min(lease_until))::float8 "
+    "from leasetask.task where status = 'running' "
+    "and lease_until < leasetask.clock() - interval '10 seconds'"
+)
+CONNECTIONS = Query(
+    "select count(*), current_setting('max_connections')::int from pg_stat_activity"
+)
+SERVER_CLOCK = Query("select extract(epoch from clock_timestamp())::float8")
+UNDELIVERED_FOR_LONG = Query(
+    "select count(*) from leasetask.task_signal "
+    "where undelivered and created_at < leasetask.clock() - interval '30 seconds'"
+)
+INDEXES = Query(
+    "select c.relname, i.indisvalid from pg_index i join pg_class c on c.oid = i.indexrelid "
+    "join pg_namespace n on n.oid = c.relnamespace where n.nspname = 'leasetask'"
+)
+EXPECTED_INDEXES = frozenset(
+    {
+        "task_ready",
+        "task_running",
+        "task_deadline",
+        "task_waiting_for_topic",
+        "task_undelivered",
+        "task_finished",
+        "task_dead_letter",
+        "signal_unconsumed",
+        "signal_sticky",
+        "signal_undelivered",
+        "signal_of_topic",
+    }
+)
+
+
 # --- outbox -------------------------------------------------------------------------------
 
 

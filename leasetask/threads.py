@@ -1,4 +1,4 @@
-"""Threads for sync handlers: daemons, so that one that never returns cannot keep a process alive."""
+"""Threads for sync handlers: daemons, so one that never returns cannot keep a process alive."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def wait_signal(
 def wait_for(
     run: Run, name: str, check: Callable[[], T], topic: str, every: float, options: StepOptions
 ) -> Verb[T]:
-    """Look, and wait for a hint or `every` seconds before looking again, until there is a result."""
+    """Look, and wait for a hint or `every` seconds before the next look, until there is a result."""
     check_name(run, name)
     record = run.journal.ask(name)
     type_ = annotation_of(check)

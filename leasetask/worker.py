@@ -379,7 +379,7 @@ class Worker:
     # --- the end -------------------------------------------------------------------------------
 
     async def _drain(self, claiming: list[asyncio.Task[None]]) -> None:
-        """Let handlers finish, hand back what has not, leave what is inside a thread to the sweep."""
+        """Let handlers finish, hand back what has not; the sweep gets what is inside a thread."""
         deadline = time.monotonic() + self._options.grace
         if self._runs:
             logger.info(

@@ -30,7 +30,7 @@ def app(dsn: str) -> Iterator[App]:
 # --- H14 -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_attempts", [1, 2, 5])
+@pytest.mark.parametrize("max_attempts", [1, 4])
 def test_h14_a_handler_that_always_fails(app: App, max_attempts: int) -> None:
     """H14: it runs exactly max_attempts times, `def` and `async def` alike, and ends failed."""
     retry = Retry(max_attempts=max_attempts, initial=0.01, jitter=0.0)

@@ -76,8 +76,7 @@ def test_it_fails_for_a_bad_copy_a_lost_file_and_a_doubled_row(
         bad.write_bytes(bad.read_bytes() + b"!")
         lost.unlink()
         conn.execute(
-            "insert into ingested select gen_random_uuid(), source, target, sha256 from ingested"
-            " where target = %s",
+            "insert into ingested select * from ingested where target = %s",
             [str(doubled)],
         )
         return look(site, conn, source, files)
@@ -179,18 +178,6 @@ def test_a_run_that_lost_its_lease_leaves_the_next_ones_copy_alone(tmp_path: Pat
     with pytest.raises(LeaseLost):
         demo_ingest.copy(SecondRun(), str(source), str(target))  # type: ignore[arg-type]
     assert [path.name for path in target.parent.iterdir()] == [".id-3.part"]
-
-
-def test_a_second_run_of_record_adds_nothing(
-    dsn: str, db: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo_ingest, "app", App(dsn))
-    db.execute(demo_ingest.TABLE)
-    for _ in range(2):
-        demo_ingest.record("00000000-0000-0000-0000-000000000001", "from", "to", "hash")
-    assert db.execute("select source, target, sha256 from ingested").fetchall() == [
-        ("from", "to", "hash")
-    ]
 
 
 def test_the_example_enqueues_a_folder_and_later_what_is_new_in_it(

@@ -127,21 +127,24 @@ def test_a_second_signal_hurries(db: Db, fleet: Fleet, signals: int) -> None:
     assert statuses(db) == {"pending": 1}
 
 
-@pytest.mark.parametrize("kind", ["in_thread", "refuses"])
-def test_a_stubborn_handler_does_not_hold_the_process(db: Db, fleet: Fleet, kind: str) -> None:
-    """It is left behind, its lease shortened to just after the process's certain end.
+def test_stubborn_handlers_do_not_hold_the_process(db: Db, fleet: Fleet) -> None:
+    """A thread, and a coroutine that refuses to be cancelled: both are left behind.
 
-    The process is gone before that, so no other worker's run overlaps with it.
+    Their leases now end just after the process's certain end, and it is gone before that, so no
+    other worker's run overlaps with theirs. They are not charged.
     """
-    task = enqueue(db, kind)
+    kinds = ("in_thread", "refuses")
+    tasks = [enqueue(db, kind) for kind in kinds]
     worker = fleet.start("slow", "--grace", "0.1", lease=60)
-    fleet.ledger.wait_for(f"{kind}: begins")
+    for kind in kinds:
+        fleet.ledger.wait_for(f"{kind}: begins")
     worker.terminate()
     status, took = exit_of(worker)
     assert (status, took < 4) == (0, True)
-    row = column(db, "(status, attempts, abandoned, lease_until > clock_timestamp())", task)
-    assert row == ("running", "0", "t", "t")
-    assert column(db, "lease_until < clock_timestamp() + interval '2 s'", task)
+    for task in tasks:
+        row = column(db, "(status, attempts, abandoned, lease_until > clock_timestamp())", task)
+        assert row == ("running", "0", "t", "t")
+        assert column(db, "lease_until < clock_timestamp() + interval '2 s'", task)
 
 
 def test_a_thread_of_an_async_handler_does_not_hold_the_process(db: Db, fleet: Fleet) -> None:

@@ -1,6 +1,6 @@
 """Finds a PostgreSQL for tests, and gives each test a migrated database of its own.
 
-The server is, in this order: LEASETASK_TEST_DSN, a container when Docker is there, the embedded one.
+The server is LEASETASK_TEST_DSN, else a container where Docker runs, else the embedded one.
 """
 
 from __future__ import annotations

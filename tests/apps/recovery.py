@@ -149,7 +149,7 @@ def holds_the_gil(ctx: Context, seconds: int) -> str:
     return f"run {ctx.run}"
 
 
-@app.task(lease=0.6)
+@app.task(lease=0.5)
 def short_lease(ctx: Context, seconds: float) -> str:
     """A kind whose lease is shorter than its worker's."""
     note("begins")

@@ -1,0 +1,183 @@
+"""`enqueue`, `signal`, `cancel`, `retry`, `resolve`: what changes one task."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from datetime import datetime
+
+import click
+
+from leasetask import client, protocol
+from leasetask.cli.common import (
+    REFUSED,
+    ask,
+    cli,
+    dsn_option,
+    emit,
+    json_option,
+    parse_json,
+    server_of,
+)
+from leasetask.connection import connect, fetch, first
+from leasetask.errors import PayloadError
+
+
+@cli.command()
+@click.argument("kind")
+@click.argument("input", metavar="JSON")
+@click.option("--key", help="Names the task within its kind; a fresh one by default.")
+@click.option("--at", help="When it is due: ISO 8601 with a zone, 2030-01-31T08:00:00+01:00.")
+@click.option("--delay", type=float, help="Or in how many seconds.")
+@click.option("--priority", type=click.IntRange(-32768, 32767), help="Lower runs sooner.")
+@dsn_option
+@json_option
+def enqueue(
+    kind: str,
+    input: str,
+    key: str | None,
+    at: str | None,
+    delay: float | None,
+    priority: int | None,
+    dsn: str | None,
+    as_json: bool,
+) -> None:
+    """Enqueue a task of KIND with a JSON input.
+
+    Example: leasetask enqueue publish '{"id": 1}' --key order-1
+    """
+    client.check_name("kind", kind)
+    if key is not None:
+        client.check_name("key", key)
+    encoded = client.encode(parse_json(input, "the input"), what=f"input of {kind}")
+    with connect(server_of(dsn)) as conn:
+        made = client.run(
+            client.enqueue(kind, None, encoded, key, _moment(at), delay, priority),
+            lambda query: fetch(conn, query),
+        )
+        if not first(fetch(conn, protocol.kind_is_declared(kind))):
+            click.echo(f"leasetask: warning: no worker has declared kind {kind} yet", err=True)
+    emit(asdict(made), as_json, f"{made.id}  {made.outcome}")
+
+
+def _moment(text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise PayloadError(f"--at {text!r} is not a time in ISO 8601") from None
+
+
+@cli.command()
+@click.argument("topic")
+@click.argument("payload", metavar="[JSON]", required=False)
+@click.option("--sticky", is_flag=True, help="A latch: everyone sees it, now and later.")
+@click.option("--clear", is_flag=True, help="End the topic's latch instead.")
+@dsn_option
+@json_option
+def signal(
+    topic: str,
+    payload: str | None,
+    sticky: bool,
+    clear: bool,
+    dsn: str | None,
+    as_json: bool,
+) -> None:
+    """Send a signal to whoever waits on TOPIC, now or later.
+
+    Example: leasetask signal paid:order-1 '{"by": "card"}'
+    """
+    if clear:
+        if payload is not None or sticky:
+            raise click.UsageError("--clear goes with a topic alone")
+        cleared = ask(server_of(dsn), client.clear_signal(topic))
+        emit({"cleared": cleared}, as_json, "cleared" if cleared else "there was no latch")
+        return
+    value = None if payload is None else parse_json(payload, "the payload")
+    woken = ask(server_of(dsn), client.signal(topic, value, sticky, client.DEFAULT_LIMIT, True))
+    emit({"woken": woken}, as_json, f"sent; {woken} woken")
+
+
+@cli.command()
+@click.argument("task_id", metavar="ID")
+@click.option("--reason", help="Kept with the task.")
+@dsn_option
+@json_option
+def cancel(task_id: str, reason: str | None, dsn: str | None, as_json: bool) -> None:
+    """Ask a task to stop.
+
+    Example: leasetask cancel 0190… --reason "customer withdrew"
+    """
+    id_ = client.task_id(task_id)
+    outcome = ask(server_of(dsn), client.cancel(id_, reason), id_)
+    explained = {
+        "canceled": "canceled",
+        "compensating": "its compensations run first; then it is canceled",
+        "requested": "requested; it is running and learns of it within a heartbeat",
+        "finished": "it had ended before; nothing was done",
+    }
+    emit({"id": id_, "outcome": outcome}, as_json, f"{id_}  {explained[outcome]}")
+    if outcome == "finished":
+        sys.exit(REFUSED)
+
+
+@cli.command()
+@click.argument("task_id", metavar="[ID]", required=False)
+@click.option("--all", "everything", is_flag=True, help="Every dead letter, of --kind if given.")
+@click.option("--kind")
+@click.option("--version", type=int)
+@click.option("--dry-run", is_flag=True, help="Say how many, change nothing.")
+@dsn_option
+@json_option
+def retry(
+    task_id: str | None,
+    everything: bool,
+    kind: str | None,
+    version: int | None,
+    dry_run: bool,
+    dsn: str | None,
+    as_json: bool,
+) -> None:
+    """Give a failed or dead task another chance, from the step that failed; or --all of them.
+
+    Example: leasetask retry --all --kind publish --dry-run
+    """
+    if everything == (task_id is not None):
+        raise click.UsageError("give an ID, or --all")
+    if task_id is not None:
+        id_ = client.task_id(task_id)
+        ask(server_of(dsn), client.retry(id_), id_)
+        emit({"id": id_, "status": "pending"}, as_json, f"{id_}  due again")
+        return
+    with connect(server_of(dsn)) as conn:
+        ids = [row[0] for row in fetch(conn, protocol.dead_letter_ids(kind, version, _RETRY_MOST))]
+        for id_ in () if dry_run else ids:
+            client.run(client.retry(id_), lambda query: fetch(conn, query), id_)
+    text = f"{len(ids)} would be retried" if dry_run else f"{len(ids)} due again"
+    emit({"tasks": ids, "dry_run": dry_run}, as_json, text)
+
+
+_RETRY_MOST = 100_000
+
+
+@cli.command()
+@click.argument("task_id", metavar="ID")
+@click.argument("step")
+@click.option("--done", metavar="JSON", help="It happened, with this result.")
+@click.option("--redo", is_flag=True, help="It did not happen: do it again.")
+@dsn_option
+@json_option
+def resolve(
+    task_id: str, step: str, done: str | None, redo: bool, dsn: str | None, as_json: bool
+) -> None:
+    """Decide on an effect of which nobody can tell whether it happened.
+
+    Example: leasetask resolve 0190… add-torrent --done '"abc123"'
+    """
+    if redo == (done is not None):
+        raise click.UsageError("give --done JSON or --redo")
+    id_ = client.task_id(task_id)
+    value = None if done is None else parse_json(done, "--done")
+    ask(server_of(dsn), client.resolve(id_, step, value, redo, client.DEFAULT_LIMIT), id_)
+    emit({"id": id_, "status": "pending"}, as_json, f"{id_}  decided; due again")

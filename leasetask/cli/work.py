@@ -1,0 +1,183 @@
+"""`migrate`, `worker`, `sweep`, `demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal as signals
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from leasetask import protocol, schema
+from leasetask.cli.common import (
+    REFUSED,
+    cli,
+    dsn_option,
+    embedded_option,
+    emit,
+    json_option,
+    server_of,
+)
+from leasetask.connection import connect, dsn_or_environment, fetch
+from leasetask.errors import LeaseTaskError
+from leasetask.loading import load_app
+from leasetask.maintenance import SWEEP_BATCH
+from leasetask.model import Swept
+from leasetask.worker import DEFAULT_ROLES, ROLES, Worker, WorkerOptions
+
+
+@cli.command()
+@dsn_option
+@embedded_option
+@json_option
+def migrate(dsn: str | None, embedded: bool, as_json: bool) -> None:
+    """Create the schema, or bring it to this version.
+
+    Safe to repeat, and from many processes at once.
+    Example: leasetask migrate --dsn postgresql://localhost/shop
+    """
+    before, now = schema.migrate(server_of(dsn, embedded=embedded))
+    text = "schema leasetask is at version " + str(now)
+    if before is None:
+        text += " (created)"
+    elif before < now:
+        text += f" (was {before})"
+    emit({"before": before, "version": now}, as_json, text)
+
+
+@cli.command()
+@click.argument("spec", metavar="MODULE:APP")
+@dsn_option
+@click.option("--concurrency", "-c", default=20, show_default=True, help="Tasks at a time.")
+@click.option(
+    "--lease", default=30.0, show_default=True, help="Seconds until a dead worker is noticed."
+)
+@click.option(
+    "--poll", default=1.0, show_default=True, help="Seconds between looks when nothing notifies."
+)
+@click.option(
+    "--grace", default=30.0, show_default=True, help="Seconds handlers may run after SIGTERM."
+)
+@click.option(
+    "--role",
+    "roles",
+    multiple=True,
+    type=click.Choice(ROLES),
+    default=DEFAULT_ROLES,
+    show_default=True,
+    help="What it does; give it once for each.",
+)
+@click.option("--outbox", metavar="DSN", help="Database with outbox_event, for --role outbox.")
+@click.option("--log-level", default="info", show_default=True, help="debug, info or warning.")
+@click.option("--alone", is_flag=True, hidden=True)
+def worker(
+    spec: str,
+    dsn: str | None,
+    concurrency: int,
+    lease: float,
+    poll: float,
+    grace: float,
+    roles: tuple[str, ...],
+    outbox: str | None,
+    log_level: str,
+    alone: bool,
+) -> None:
+    """Run the tasks that MODULE:APP declares.
+
+    SIGTERM drains: running handlers get --grace seconds, the rest is handed back. A second
+    SIGTERM, or SIGINT, hurries it.
+    Example: leasetask worker shop.tasks:app --concurrency 50
+    """
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    app = load_app(spec)
+    options = WorkerOptions(
+        concurrency=1 if alone else concurrency,
+        lease=lease,
+        poll_interval=poll,
+        grace=grace,
+        roles=roles,
+        outbox=outbox,
+        payload_limit=app.payload_limit,
+        spec=spec,
+        alone=alone,
+        transactions=app.transactions,
+    )
+    server = dsn_or_environment(dsn) or app.dsn
+    schema.check(server)
+    _serve(Worker(app.registry, server, options))
+
+
+def _serve(running: Worker) -> None:
+    """Serve until told to stop, then leave at once.
+
+    What is still inside a thread or refuses to be cancelled has been given to the sweep; waiting
+    for it, as the interpreter and asyncio do, would overlap with its next run.
+    """
+
+    async def serve() -> NoReturn:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signals.SIGTERM, running.stop)
+        loop.add_signal_handler(signals.SIGINT, lambda: running.stop(hurry=True))
+        status = 0
+        try:
+            await running.serve()
+        except LeaseTaskError as error:
+            click.echo(f"leasetask: {error}", err=True)
+            status = REFUSED
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    asyncio.run(serve())
+
+
+@cli.command()
+@dsn_option
+@embedded_option
+@json_option
+def sweep(dsn: str | None, embedded: bool, as_json: bool) -> None:
+    """Recover tasks whose worker died, and fail those past their deadline; for cron.
+
+    Example: * * * * * LEASETASK_DSN=… leasetask sweep
+    """
+    server = server_of(dsn, embedded=embedded)
+    schema.check(server)
+    done: list[Swept] = []
+    with connect(server, name="leasetask sweep") as conn:
+        while True:
+            rows = [protocol.swept(row) for row in fetch(conn, protocol.sweep(SWEEP_BATCH))]
+            done += rows
+            if sum(row.outcome != "error" for row in rows) < SWEEP_BATCH:
+                break
+    counts: dict[str, int] = {}
+    for row in done:
+        counts[row.outcome] = counts.get(row.outcome, 0) + 1
+    lines = [f"{row.outcome:<13} {row.id}  {row.kind}  {row.error or ''}".rstrip() for row in done]
+    lines.append(", ".join(f"{n} {what}" for what, n in sorted(counts.items())) or "nothing to do")
+    emit({"counts": counts, "tasks": [asdict(row) for row in done]}, as_json, "\n".join(lines))
+    if counts.get("error"):
+        sys.exit(REFUSED)
+
+
+@cli.command()
+@click.argument("folder", required=False, type=click.Path(exists=True, file_okay=False))
+@click.option("--keep", is_flag=True, help="Keep the copies and the database of the demo.")
+@dsn_option
+def demo(folder: str | None, keep: bool, dsn: str | None) -> None:
+    """Copy a folder through leasetask while a worker is killed, and count what came out.
+
+    FOLDER: the Python standard library's own by default. Exit status 1 unless every copy is right
+    and nothing is lost or doubled.
+    Example: leasetask demo ~/Pictures
+    """
+    from leasetask.demo import run_demo  # noqa: PLC0415  # only this command needs it
+
+    sys.exit(run_demo(Path(folder) if folder else None, dsn_or_environment(dsn), keep=keep))
