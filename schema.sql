@@ -24,6 +24,8 @@
 -- LOCKS     Worker and sweep statements take rows `for no key update skip locked`, so they never
 --           wait for a user's transaction and never deadlock. Delivery takes a topic's signals by
 --           id, then its waiters by age, `nowait`. A producer's call may wait for one row.
+-- PLANS     Functions that must use an index whatever the statistics say switch the alternatives off;
+--           that makes a plan look dear, so JIT, which would compile it at each call, is off too.
 -- HOT       No index names a column that a heartbeat or a checkpoint changes, and no hot statement
 --           names `status = 'running'` (the planner would walk that index's dead entries).
 -- SQLSTATE  LT001 the key names a task with another input   LT002 no such task
@@ -269,7 +271,7 @@ create or replace function leasetask.take(
 )
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 begin
   if cardinality(ids) > 1
@@ -304,7 +306,7 @@ create or replace function leasetask.end_or_compensate(
 ) returns void
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 begin
   update leasetask.task t
@@ -347,7 +349,7 @@ create or replace function leasetask.enqueue_many(
   backoff_max real default null, backoff_jitter real default null, deadline float8 default null
 ) returns table (ord int, id uuid, outcome text, stored_input jsonb)
 language plpgsql
-set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set search_path = pg_catalog, pg_temp set jit = off set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare
@@ -495,7 +497,7 @@ create or replace function leasetask.lanes(kinds text[], versions int[], suspect
 returns table (kind text, version int, priority smallint)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
 as $$
 #variable_conflict use_column
 declare
@@ -540,7 +542,7 @@ create or replace function leasetask.claim(
   cancel_requested boolean, compensating text, last_error jsonb)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
 as $$
 #variable_conflict use_column
 declare
@@ -684,7 +686,7 @@ create or replace function leasetask.heartbeat(
 ) returns table (ord int, answer text, cancel_requested boolean)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -717,7 +719,7 @@ create or replace function leasetask.checkpoint(
 ) returns table (ord int, answer text, cancel_requested boolean, recorded jsonb)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -815,7 +817,7 @@ create or replace function leasetask.note(
 ) returns table (ord int, answer text, cancel_requested boolean)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -853,7 +855,7 @@ create or replace function leasetask.finish(ids uuid[], tokens uuid[], results j
 returns table (ord int, answer text, status text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -884,7 +886,7 @@ create or replace function leasetask.suspend(
 ) returns table (ord int, answer text, status text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -923,7 +925,7 @@ create or replace function leasetask.release(
 ) returns table (ord int, answer text, status text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -956,7 +958,7 @@ create or replace function leasetask.abandon(ids uuid[], tokens uuid[], seconds 
 returns table (ord int, answer text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -983,7 +985,7 @@ create or replace function leasetask.fail(
 ) returns table (ord int, answer text, status text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -1049,7 +1051,7 @@ create or replace function leasetask.answers(ids uuid[], tokens uuid[], answers 
 returns table (ord int, answer text, status text)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 begin
@@ -1131,7 +1133,7 @@ end $$;
 -- locks, so a row that changed meanwhile is judged as it now is. Marks stay while a round is full.
 create or replace function leasetask.deliver_topic(topic text, out woken int, out again boolean)
 language plpgsql
-set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set search_path = pg_catalog, pg_temp set jit = off set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare
@@ -1269,7 +1271,7 @@ create or replace function leasetask.sweep(n int default 1000)
 returns table (id uuid, kind text, outcome text, error text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
+set jit = off set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare
@@ -1479,7 +1481,7 @@ create or replace function leasetask.prune(
   forget_keys boolean default false, n int default 1000
 ) returns int
 language plpgsql
-set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set search_path = pg_catalog, pg_temp set jit = off set enable_seqscan = off
 as $$
 declare
   now_  timestamptz := leasetask.clock();
@@ -1527,7 +1529,7 @@ returns table (
   later bigint, waiting bigint, running bigint, oldest_ready timestamptz, succeeded bigint,
   failed bigint, wait_p50 float8, wait_p95 float8, run_p50 float8, run_p95 float8)
 language plpgsql stable
-set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set search_path = pg_catalog, pg_temp set jit = off set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare
@@ -1583,7 +1585,7 @@ create or replace function leasetask.list(
   before uuid default null, n int default 50, most int default 100000
 ) returns setof leasetask.task
 language plpgsql stable
-set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set search_path = pg_catalog, pg_temp set jit = off set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare

@@ -130,14 +130,18 @@ class Committer:
                 self._later(kind, entries)
                 continue
             if ack.answer == "already" and len(entries) > 1:
-                # Some had been committed with an answer that was lost; the others were not written.
-                known, entries = entries, []
-                for entry in known:
-                    done = entry.body.records.keys() <= (ack.recorded or {}).keys()
-                    (entries if done else self._queues[kind]).append(entry)
-                self._wake.set()
-            if entries:
+                self._settle_known(kind, entries, ack, sent_at)
+            else:
                 _settle(entries, ack, sent_at)
+
+    def _settle_known(self, kind: type, entries: list[_Entry], ack: Ack, sent_at: float) -> None:
+        """Of a merged item, some had been committed with a lost answer; the rest was not written."""
+        recorded = (ack.recorded or {}).keys()
+        known = [entry for entry in entries if entry.body.records.keys() <= recorded]
+        self._queues[kind] += [entry for entry in entries if entry not in known]
+        self._wake.set()
+        if known:
+            _settle(known, ack, sent_at)
 
     async def _failed(self, kind: type, batch: list[list[_Entry]], error: Exception) -> None:
         entries = [entry for item in batch for entry in item]

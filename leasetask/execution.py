@@ -27,8 +27,8 @@ from leasetask.errors import (
 from leasetask.model import Completed, Fail, Finish, Lost, Outcome, Release, Suspend, Wait
 from leasetask.payload import convert, encode
 from leasetask.run import HandBack, Run, StepRetry, Suspended, current_run
-from leasetask.threads import Threads
 from leasetask.steps import describe
+from leasetask.threads import Threads
 
 
 async def execute(run: Run, threads: Threads) -> Outcome:
