@@ -12,6 +12,7 @@ import secrets
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -42,10 +43,12 @@ def found_server() -> Iterator[str]:
         from leasetask import embedded  # noqa: PLC0415  # an extra
 
         folder = Path(tempfile.mkdtemp(prefix="leasetask-test-"))
+        folder.chmod(0o755)  # as root the server runs as another user, who has to get there
         try:
             yield embedded.ensure(folder)
         finally:
             embedded.release(folder)
+            _wait_until_stopped(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -69,6 +72,15 @@ def _shared_databases() -> Databases:
     databases = Databases(stack.enter_context(found_server()))
     stack.callback(databases.close)
     return databases
+
+
+def _wait_until_stopped(folder: Path) -> None:
+    """The server lingers for a moment: its folder must not go from under it."""
+    from leasetask import embedded  # noqa: PLC0415  # an extra
+
+    deadline = time.monotonic() + 10
+    while embedded.status(folder).running and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def docker_runs() -> bool:
