@@ -861,7 +861,11 @@ end $$;
 -- status afterwards: with a cancel asked for, all but finish follow the rule for waiting tasks.
 
 -- The handler returned: `succeeded`; or its compensations have run, and it ends as was decided.
-create or replace function leasetask.finish(ids uuid[], tokens uuid[], results jsonb[])
+-- `fenced`: the last statement of a business transaction. There a repeated end answers `already`
+-- instead of `done`: what the first try wrote is committed, so this one must be rolled back.
+create or replace function leasetask.finish(
+  ids uuid[], tokens uuid[], results jsonb[], fenced boolean default false
+)
 returns table (ord int, answer text, status text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
@@ -883,7 +887,8 @@ begin
       updated_at = now_
   from unnest(ids, results, took.held) as i (id, result, held)
   where t.id = i.id and i.held;
-  return query select * from leasetask.answers(ids, tokens, took.answers);
+  return query
+  select * from leasetask.answers(ids, tokens, took.answers, case when fenced then 'already' else 'done' end);
 end $$;
 
 -- The handler waits: for a time (`sleep`), for a signal of its own (`signal`), or for any hint that
@@ -1057,7 +1062,9 @@ begin
 end $$;
 
 -- Shared by the calls that end a run: one row per item.
-create or replace function leasetask.answers(ids uuid[], tokens uuid[], answers text[])
+create or replace function leasetask.answers(
+  ids uuid[], tokens uuid[], answers text[], repeated text default 'done'
+)
 returns table (ord int, answer text, status text)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
@@ -1067,7 +1074,7 @@ as $$
 begin
   return query
   select a.ord::int,
-         case when a.answer = 'lost' and t.released_token = a.token then 'done' else a.answer end,
+         case when a.answer = 'lost' and t.released_token = a.token then repeated else a.answer end,
          t.status
   from unnest(ids, tokens, answers) with ordinality as a (id, token, answer, ord)
   left join leasetask.task t on t.id = a.id
@@ -1467,13 +1474,13 @@ begin
       using errcode = 'LT003';
   end if;
   if done is null then
-    note := (note - 'started' - 'token') || jsonb_build_object('ended', note -> 'started');
+    note := note || jsonb_build_object('settled', note -> 'started');
   end if;
   update leasetask.task x
   set open_steps = case when done is null then x.open_steps || jsonb_build_object(step, note)
                         else x.open_steps - step end,
       state = case when done is null then x.state
-                   else x.state || jsonb_build_object(step, (note - 'token' - 'tries' - 'error') || jsonb_build_object(
+                   else x.state || jsonb_build_object(step, (note - 'token' - 'settled' - 'tries' - 'error') || jsonb_build_object(
                           'ok', done, 'resolved', true, 'n', 1 + coalesce((
                             select max((r.value ->> 'n')::int)
                             from jsonb_each(leasetask.recorded_steps(task)) r), 0))) end

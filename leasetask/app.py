@@ -591,6 +591,14 @@ def _on_async(conn: Any) -> Callable[[Query], Any]:
     return lambda query: hosts.execute_async(conn, query)
 
 
+async def _cancel_rest(loop: asyncio.AbstractEventLoop) -> None:
+    rest = asyncio.all_tasks(loop) - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.wait(rest, timeout=1)
+
+
 class RunningWorker:
     """A worker that runs in a thread of this process; a context manager that stops it."""
 
@@ -601,8 +609,12 @@ class RunningWorker:
         self._thread.start()
 
     def _serve(self) -> None:
+        # Not asyncio.run: it waits for every task and thread, also those inside a handler that never
+        # ends; they have been given to the sweep.
+        loop = asyncio.new_event_loop()
         try:
-            asyncio.run(self._worker.serve())
+            loop.run_until_complete(self._worker.serve())
+            loop.run_until_complete(_cancel_rest(loop))
         except BaseException as error:
             self._error = error
 

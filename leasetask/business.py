@@ -121,7 +121,8 @@ def complete(
             what=f"result of {run.kind.name}",
             limit=run.payload_limit,
         )
-        return protocol.finish([Item(run.claimed.id, run.claimed.token, Finish(result))])
+        item = Item(run.claimed.id, run.claimed.token, Finish(result))
+        return protocol.finish([item], fenced=True)
 
     run.ending = True
     try:

@@ -51,6 +51,7 @@ class Committer:
         self._queues: dict[type, list[_Entry]] = {kind: [] for kind in _ORDER}
         self._unacked: Counter[Run] = Counter()
         self._wake = asyncio.Event()
+        self._closed = False
 
     async def send(self, run: Run, request: Request) -> Ack:
         """Commit a checkpoint or note.
@@ -76,8 +77,19 @@ class Committer:
         """Commit a run's end."""
         return self._add(run, outcome)
 
+    def close(self) -> None:
+        """Refuse what is queued and what comes: nobody will commit it any more."""
+        self._closed = True
+        for queue in self._queues.values():
+            for entry in queue:
+                _refuse(entry)
+            queue.clear()
+
     def _add(self, run: Run, body: Request | End) -> asyncio.Future[Ack]:
         future: asyncio.Future[Ack] = run.loop.create_future()
+        if self._closed:
+            _refuse(_Entry(run, body, future))
+            return future
         self._queues[type(body)].append(_Entry(run, body, future))
         self._wake.set()
         return future
@@ -169,6 +181,11 @@ class Committer:
             self._wake.set()
 
         asyncio.get_running_loop().call_later(_LOCKED_PAUSE, again)
+
+
+def _refuse(entry: _Entry) -> None:
+    if not entry.future.done():
+        entry.future.set_exception(LeaseLost(f"{entry.run.label}: its worker has stopped"))
 
 
 def _merged(entries: list[_Entry]) -> Any:

@@ -99,7 +99,7 @@ def _perform(
     timeout = options.timeout or run.kind.timeout
     try:
         found: Reconciled = NotDone()
-        if ledger.get("started"):
+        if ledger.get("started", 0) > ledger.get("settled", 0):
             before = Attempt(key, ledger["started"], ledger["token"])
             found = yield Body(reconcile, (before,), {}, timeout, f"{name} (reconcile)")
         if isinstance(found, Unknown):
@@ -112,6 +112,7 @@ def _perform(
         if isinstance(found, Done):
             value = found.result
         else:
+            ledger["settled"] = ledger.get("started", 0)
             run.check_startable()
             yield from _note_start(run, name, ledger, options)
             value = yield Body(

@@ -354,12 +354,12 @@ def note(items: Sequence[Item[Note]], lease: float) -> Query:
     )
 
 
-def finish(items: Sequence[Item[Finish]]) -> Query:
-    """Rows: ord, answer, status."""
+def finish(items: Sequence[Item[Finish]], *, fenced: bool = False) -> Query:
+    """Rows: ord, answer, status. `fenced`: inside a business transaction."""
     return Query(
         "select ord, answer, status from leasetask.finish("
-        "%s::uuid[], %s::uuid[], %s::text[]::jsonb[])",
-        ([i.id for i in items], [i.token for i in items], [i.body.result for i in items]),
+        "%s::uuid[], %s::uuid[], %s::text[]::jsonb[], %s)",
+        ([i.id for i in items], [i.token for i in items], [i.body.result for i in items], fenced),
     )
 
 

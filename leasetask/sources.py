@@ -20,11 +20,12 @@ from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from leasetask.transactions import Isolation, Keeper
 
-_LEVELS = {
+LEVELS = {
     "read committed": IsolationLevel.READ_COMMITTED,
     "repeatable read": IsolationLevel.REPEATABLE_READ,
     "serializable": IsolationLevel.SERIALIZABLE,
 }
+"""Our names for the levels, and psycopg's."""
 
 
 class Transactions:
@@ -75,7 +76,7 @@ class Transactions:
             if self._pool is None:
                 self._pool = ConnectionPool(self._dsn, open=True, **self._options())
         with self._pool.connection() as conn:
-            conn.isolation_level = _LEVELS[isolation]
+            conn.isolation_level = LEVELS[isolation]
             yield conn
 
     @asynccontextmanager
@@ -89,7 +90,7 @@ class Transactions:
                 opening = self._async_pool.open()
                 await asyncio.get_running_loop().create_task(opening, context=Context())
         async with self._async_pool.connection() as conn:
-            await conn.set_isolation_level(_LEVELS[isolation])
+            await conn.set_isolation_level(LEVELS[isolation])
             yield conn
 
     def _options(self) -> dict[str, Any]:

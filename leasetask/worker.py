@@ -186,6 +186,7 @@ class Worker:
             for service in (*services, *claiming):
                 service.cancel()
             await asyncio.gather(*services, *claiming, return_exceptions=True)
+            self._committer.close()
             for thread in threads:
                 thread.stop()
             self._threads.close()
@@ -363,8 +364,12 @@ class Worker:
 
     async def _run_suspects(self) -> None:
         """Let a child process with one slot run what may have killed a worker."""
-        if self._child is not None and self._child.poll() is None:
-            return
+        if self._child is not None:
+            status = self._child.poll()
+            if status is None:
+                return
+            if status > 0:
+                logger.error("the child that runs suspects alone ended with status %d", status)
         if self._options.spec is None:
             logger.warning(
                 "tasks wait to be run alone, but this worker cannot tell a child process how to "

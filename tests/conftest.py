@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis  # noqa: F401  # its plugin imports it after the tests: too late for CPython 3.11
 import psycopg
 import pytest
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
@@ -180,6 +181,47 @@ class WorkerProcess:
         self._process.wait()
 
 
+class Nursery:
+    """Forks workers of `apps/business.py`, which die when they are told to; see apps/nursery.py."""
+
+    def __init__(self, dsn: str, ledger: Path, torrents: str) -> None:
+        environment = {"LEASETASK_DSN": dsn, "LEDGER": str(ledger), "TORRENTS": torrents}
+        self._log = ledger.with_suffix(".log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, str(APPS / "nursery.py")],
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            bufsize=1,
+        )
+
+    def fork(self, kill_after: float, *options: str) -> int:
+        """Start a worker that dies so many seconds after it began its first task (0: never)."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{kill_after} {' '.join(options)}\n")
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """Start no more."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            assert stream is not None
+            stream.close()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process that is not our child is still there."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 class Fleet:
     """The worker processes of one test, on one database, with one ledger."""
 
@@ -216,5 +258,4 @@ class Fleet:
     ) -> None:
         for worker in self._workers:
             worker.clear_away()
-        if error is not None:
-            print(self.logs)
+        print(self.logs)  # shown with a failure

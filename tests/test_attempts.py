@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,80 @@ def test_h16_an_input_that_no_longer_decodes(app: App, db: Db) -> None:
         for kind in ("typed", "typed_async"):
             assert app.wait(enqueue(db, kind, 7), timeout=10).result == 7
     assert entered == [7, 7]
+
+
+UNREADABLE = {
+    "deep": "(repeat('[', 1500) || repeat(']', 1500))::jsonb",
+    "digits": "('1' || repeat('0', 5000))::jsonb",
+    "fraction": "('1' || repeat('0', 400) || '.5')::jsonb",
+}
+"""JSON that PostgreSQL stores and Python does not read, as any SQL producer may enqueue it."""
+
+
+@pytest.mark.parametrize("value", UNREADABLE)
+def test_h16_an_input_that_cannot_be_read(app: App, db: Db, value: str) -> None:
+    """H16: it ends failed, with the reason, and takes neither the worker nor others with it."""
+    ran: list[int] = []
+
+    @app.task
+    async def anything(ctx: AsyncContext, value: Any) -> None:
+        ran.append(value)
+
+    query = f"select leasetask.enqueue('anything', {UNREADABLE[value]}, 'unreadable')::text"
+    with db.transaction():
+        first = app.enqueue(anything, 1).id
+        bad = db.execute(query).fetchall()[0][0]
+        last = app.enqueue(anything, 2).id
+    with app.start(lease=5):
+        for task in (first, last):
+            assert app.wait(task, timeout=10).status == "succeeded"
+        wait_until(lambda: column(db, "status", bad) == "failed")
+        assert app.wait(app.enqueue(anything, 3).id, timeout=10).status == "succeeded"
+    assert column(db, "(runs, last_error ->> 'type')", bad) == ("1", "PayloadError")
+    assert sorted(ran) == [1, 2, 3]
+
+
+def test_h16_a_signal_that_cannot_be_read(app: App, db: Db) -> None:
+    """H16: the same in a signal: the task that consumes it fails, the worker goes on."""
+
+    @app.task
+    async def waits(ctx: AsyncContext, topic: str) -> Any:
+        return await ctx.wait_signal(topic)
+
+    bad, good = (app.enqueue(waits, topic).id for topic in ("bad", "good"))
+    with app.start(lease=5):
+        wait_until(lambda: statuses(db) == {"waiting": 2})
+        db.execute(f"select leasetask.signal('bad', {UNREADABLE['deep']})")
+        view = app.wait(bad, timeout=10)
+        assert (view.status, view.last_error and view.last_error["type"]) == (
+            "failed",
+            "PayloadError",
+        )
+        app.signal("good", 1)
+        assert app.wait(good, timeout=10).result == 1
+
+
+def test_h16_a_type_that_cannot_be_made(app: App, db: Db) -> None:
+    """H16: whatever a type raises when an input is converted to it: failed, after one run."""
+
+    @dataclass
+    class Strict:
+        number: int
+
+        def __post_init__(self) -> None:
+            raise KeyError(self.number)
+
+    async def strict(ctx: AsyncContext, value: Any) -> None:
+        pass
+
+    strict.__annotations__["value"] = Strict
+    app.task(strict)
+    bad = enqueue(db, "strict", {"number": 1})
+    with app.start(lease=5):
+        view = app.wait(bad, timeout=10)
+    assert (view.status, view.runs) == ("failed", 1)
+    assert view.last_error is not None
+    assert view.last_error["type"] == "PayloadError"
 
 
 def test_h16_a_handler_that_is_gone(app: App, db: Db) -> None:

@@ -142,6 +142,15 @@ def test_h12_a_suspect_is_given_all_the_time_it_needs(db: Db, fleet: Fleet) -> N
     assert column(db, "(status, runs)", ordinary) == ("pending", "0")
 
 
+def test_h12_suspects_are_run_also_where_cron_sweeps(db: Db, fleet: Fleet) -> None:
+    """H12: a worker that does not sweep itself still lets its suspects run, alone."""
+    task = enqueue(db, "sleeps", 0)
+    db.execute("update leasetask.task set suspect = true where id = %s", [task])
+    worker = fleet.start("recovery", "--role", "worker", lease=LEASE)
+    wait_for_status(db, task, "succeeded")
+    assert fleet.ledger.entries("begins")[0].pid != worker.pid
+
+
 # --- SIGSTOP -------------------------------------------------------------------------------------
 
 FROZEN = {

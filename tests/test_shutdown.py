@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from support import (
     wait_for_end,
     wait_until,
 )
+
+from leasetask import App, AsyncContext, Context
 
 Db = psycopg.Connection[Any]
 
@@ -145,6 +150,45 @@ def test_stubborn_handlers_do_not_hold_the_process(db: Db, fleet: Fleet) -> None
         row = column(db, "(status, attempts, abandoned, lease_until > clock_timestamp())", task)
         assert row == ("running", "0", "t", "t")
         assert column(db, "lease_until < clock_timestamp() + interval '2 s'", task)
+
+
+@pytest.mark.parametrize("kind", ["thread", "executor", "refuses"])
+def test_an_embedded_worker_stops_beside_stubborn_handlers(dsn: str, kind: str) -> None:
+    """`stop()` of a worker in one's own process returns although a handler goes on."""
+    app, inside, over = App(dsn), threading.Event(), threading.Event()
+
+    def stand() -> None:
+        inside.set()
+        over.wait()
+
+    @app.task
+    def thread(ctx: Context) -> None:
+        stand()
+
+    @app.task
+    async def executor(ctx: AsyncContext) -> None:
+        await asyncio.to_thread(stand)
+
+    @app.task
+    async def refuses(ctx: AsyncContext) -> None:
+        inside.set()
+        while not over.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+
+    task = app.enqueue(kind).id
+    worker = app.start(grace=0)
+    try:
+        assert inside.wait(10)
+        stopping = threading.Thread(target=worker.stop, daemon=True)
+        stopping.start()
+        stopping.join(6)
+        assert not stopping.is_alive()
+        view = app.get(task)
+        assert (view.status, view.attempts) in (("running", 0), ("pending", 0))
+    finally:
+        over.set()
+        app.close()
 
 
 def test_a_thread_of_an_async_handler_does_not_hold_the_process(db: Db, fleet: Fleet) -> None:

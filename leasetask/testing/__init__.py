@@ -8,13 +8,12 @@ from leasetask.history import History, replay
 from leasetask.testing.engine import Engine
 from leasetask.testing.faults import (
     DoesNotSurvive,
-    Fault,
     Played,
     Scenario,
-    Schedule,
     Survived,
     crash_anywhere,
 )
+from leasetask.testing.schedule import Fault, Schedule
 
 __all__ = [
     "DoesNotSurvive",

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import copy_context
+from types import TracebackType
 from typing import Any, TypeVar
 
 import psycopg
@@ -23,16 +24,27 @@ from leasetask import client, protocol
 from leasetask.app import App
 from leasetask.branches import task_factory
 from leasetask.committer import Committer
-from leasetask.connection import connect, fetch
+from leasetask.connection import connect, fetch, is_disconnect
 from leasetask.execution import execute
 from leasetask.journal import Journal
 from leasetask.link import Link
 from leasetask.maintenance import SWEEP_BATCH
-from leasetask.model import Ack, Checkpoint, Completed, Enqueued, Lost, Note, Swept, TaskView
-from leasetask.run import Observer, Run
-from leasetask.sources import Transactions
+from leasetask.model import (
+    Completed,
+    Enqueued,
+    Fail,
+    Finish,
+    Lost,
+    Outcome,
+    Suspend,
+    Swept,
+    TaskView,
+)
+from leasetask.run import Run
+from leasetask.testing.loop import Loop, Switch, bury, switch_here
+from leasetask.testing.probe import Probe, Registered, Script, Watcher
 from leasetask.threads import Threads
-from leasetask.transactions import Keeper
+from leasetask.transactions import Isolation, Keeper
 
 T = TypeVar("T")
 
@@ -52,49 +64,73 @@ delete from leasetask.task; delete from leasetask.task_signal; delete from lease
 delete from leasetask.kind; update leasetask.test_clock set shift = '0', frozen = null
 """
 
+_SESSIONS = "select pid from pg_stat_activity where datname = current_database()"
+
+_CUT_SESSIONS = """
+select pg_terminate_backend(pid, 5000) from pg_stat_activity
+where datname = current_database() and state like 'idle in transaction%%' and pid <> all (%s)
+"""
+
 
 class Engine:
     """Runs an App's tasks on a scratch database, when told to and by the clock that it moves.
 
+    While it is open, `app.dsn` is the scratch database's, so that a handler's own calls go there.
+
     Args:
-        app: declares the tasks; its own DSN is not used.
+        app: declares the tasks.
         dsn: a migrated scratch database of this engine's own.
     """
 
     def __init__(self, app: App, dsn: str) -> None:
         self.app = app
         self.dsn = dsn
-        self.db: psycopg.Connection[Any] = connect(dsn, name="leasetask test engine")
+        self.db: psycopg.Connection[Any] = connect(dsn, name="leasetask test")
         self.db.execute(_CLOCK)
-        self._loop = asyncio.new_event_loop()
+        self.db.execute(_FORGETFUL)
+        self._place = _Place(app, dsn)
+        self._loop = Loop()
         self._loop.set_task_factory(task_factory)
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="leasetask-test", daemon=True
+        )
         self._thread.start()
-        self._names = (f"worker {letter}" for letter in _letters())
-        self._threads = Threads()
         self._own: Hand | None = None
-        self.claims = Link(dsn, "leasetask test claims")
-        self.commits = Link(dsn, "leasetask test commits")
-        self.transactions = Transactions(dsn, 8, Keeper(LEASE), app.transactions)
+        self.threads = Threads()
+        self.wire = Wire(dsn)
+        self.transactions = _Transactions(dsn, app.transactions)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     # --- what a test does ------------------------------------------------------------------------
 
     def enqueue(self, task: Any, input: Any = None, **options: Any) -> Enqueued:
         """Enqueue a task, as `App.enqueue`."""
-        return self.app.enqueue(task, input, conn=self.db, **options)
+        return self.app.enqueue(task, input, **{"conn": self.db, **options})
 
     def signal(self, topic: str, payload: Any = None, *, sticky: bool = False) -> int:
         """Send a signal and deliver it; returns how many it woke."""
         call = client.signal(topic, payload, sticky, self.app.payload_limit, True)
         return client.run(call, self._ask) or 0
 
-    def cancel(self, task_id: str, reason: str | None = None) -> str:
+    def cancel(self, task: Enqueued | str, reason: str | None = None) -> str:
         """Ask a task to stop, as `App.cancel`."""
+        task_id = _id_of(task)
         return client.run(client.cancel(task_id, reason), self._ask, task_id)
 
-    def get(self, task_id: str) -> TaskView:
+    def get(self, task: Enqueued | str) -> TaskView:
         """Return what is known of a task."""
-        return client.run(client.get(task_id), self._ask)
+        task_id = _id_of(task)
+        return client.run(client.get(task_id), self._ask, task_id)
 
     def result(self, task: Enqueued | str) -> Any:
         """Return a succeeded task's result.
@@ -102,15 +138,19 @@ class Engine:
         Raises:
             AssertionError: it has not succeeded; the message says what it does instead.
         """
-        view = self.get(task if isinstance(task, str) else task.id)
+        view = self.get(task)
         if view.status != "succeeded":
-            raise AssertionError(
-                f"{view.kind} {view.id} is {view.status} at {view.current_step!r}: {view.last_error}"
-            )
+            error = view.last_error or {}
+            told = f": {error.get('type')}: {error.get('message')}" if error else ""
+            stands = f" at {view.current_step!r}" if view.current_step else ""
+            raise AssertionError(f"{view.kind} {view.id} is {view.status}{stands}{told}")
         return view.result
 
     def advance(self, seconds: float = 0.0, *, hours: float = 0.0, days: float = 0.0) -> None:
-        """Move the clock on; what becomes due waits for `drain`."""
+        """Move the database's clock on; what becomes due waits for `drain`.
+
+        Python's own clock stays: what a handler asks of `time` or `datetime` is the real time.
+        """
         total = seconds + hours * 3600 + days * 86400
         self.db.execute(
             "update leasetask.test_clock set shift = shift + make_interval(secs => %s)", [total]
@@ -118,13 +158,15 @@ class Engine:
 
     def freeze(self) -> None:
         """Stop the clock; `advance` still moves it."""
-        self.db.execute("update leasetask.test_clock set frozen = clock_timestamp()")
+        self.db.execute(
+            "update leasetask.test_clock set frozen = coalesce(frozen, clock_timestamp())"
+        )
 
     def drain(self) -> int:
         """Run all that is due, and what that makes due; returns how many runs it took."""
         if self._own is None:
-            self._own = self.hand()
-        return self._own.drain()
+            self._own = self.hand("test engine")
+        return self.call(self._own.drain())
 
     def drain_to_the_end(self, limit: int = 10_000) -> None:
         """Drain, moving the clock to whatever is due next, until nothing ever will be.
@@ -160,17 +202,23 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the database."""
-        self.call(self._close())
+        if self._own is not None:
+            self.call(self._own.retire())
+        self.call(self.transactions.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
-        self._threads.close()
+        if not self._loop.is_running():
+            self._loop.close()
+        self.threads.close()
+        self.wire.hang_up()
         self.db.close()
+        self._place.leave()
 
     # --- what workers need -------------------------------------------------------------------------
 
-    def hand(self, observer: Observer | None = None) -> Hand:
+    def hand(self, name: str, script: Script | None = None) -> Hand:
         """Return a new worker, with an identity of its own."""
-        return self.call(Hand.create(self, next(self._names), observer))
+        return self.call(Hand.create(self, name, script))
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the engine's event loop."""
@@ -180,65 +228,68 @@ class Engine:
         """Start a coroutine in the engine's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    async def _close(self) -> None:
-        if self._own is not None:
-            self._own.die()
-        for link in (self.claims, self.commits):
-            await link.close()
-        await self.transactions.close()
+    def sessions(self) -> list[int]:
+        """Return who is connected to the scratch database now."""
+        return [row[0] for row in self.db.execute(_SESSIONS)]
+
+    def cut_sessions(self, but: list[int]) -> None:
+        """End the transactions of all others, as the server does when a process has died."""
+        self.db.execute(_CUT_SESSIONS, [but])
 
     @property
-    def threads(self) -> Threads:
-        """The pool for sync handlers."""
-        return self._threads
+    def loop(self) -> Loop:
+        """The event loop of all workers."""
+        return self._loop
 
     def _ask(self, query: protocol.Query) -> list[tuple[Any, ...]]:
         return fetch(self.db, query)
 
 
+_FORGETFUL = """
+do $$ begin
+  execute format('alter database %I set synchronous_commit = off', current_database());
+end $$; set synchronous_commit = off
+"""
+"""A scratch database need not survive a power cut, and commits much sooner so."""
+
+
+def _id_of(task: Enqueued | str) -> str:
+    return task if isinstance(task, str) else task.id
+
+
 class Hand:
     """One worker of a test engine: claims one task at a time and runs it to its outcome."""
 
-    def __init__(self, engine: Engine, name: str, observer: Observer | None) -> None:
+    def __init__(self, engine: Engine, name: str, script: Script | None) -> None:
         self.name = name
+        self.switch = Switch()
+        self.probe = None if script is None else Probe(name, script, self.switch, engine.loop)
         self._engine = engine
-        self._observer = observer
-        self._link = engine.claims
-        self._committer = Committer(engine.commits)
-        self._serving = asyncio.get_running_loop().create_task(self._committer.serve())
-        self._runs: list[Run] = []
-        self.outcomes: list[str] = []
-        self.swallowed_cancel = False
+        self._committer = Committer(engine.wire)
+        self._runs: list[_WatchedRun] = []
+        context = copy_context()
+        context.run(switch_here.set, self.switch)
+        self._serving = engine.loop.create_task(self._committer.serve(), context=context)
 
     @classmethod
-    async def create(cls, engine: Engine, name: str, observer: Observer | None) -> Hand:
+    async def create(cls, engine: Engine, name: str, script: Script | None) -> Hand:
         """Make one inside the engine's event loop."""
-        return cls(engine, name, observer)
+        return cls(engine, name, script)
 
-    def drain(self) -> int:
+    async def drain(self) -> int:
         """Run all that is due; returns how many runs it took."""
-        return self._engine.call(self.drain_async())
-
-    async def drain_async(self) -> int:
-        """As `drain`, in the engine's event loop."""
+        switch_here.set(self.switch)
         runs = 0
-        while True:
-            await self._deliver()
-            pairs = self._engine.app.registry.pairs()
-            rows = await self._link.ask(protocol.claim(self.name, pairs, 1, LEASE))
-            if not rows or rows[0][0] is None:
-                rows = await self._link.ask(
-                    protocol.claim(self.name, pairs, 1, LEASE, suspects=True)
-                )
-            if not rows or rows[0][0] is None:
-                return runs
+        while row := await self._claim():
             runs += 1
-            await asyncio.get_running_loop().create_task(self._run(rows[0]))
+            await asyncio.get_running_loop().create_task(self._run(row))
+        return runs
 
-    def learn_of_cancel(self) -> None:
-        """As from a heartbeat: a cancel has been asked for."""
+    def learn_of_cancel(self, task_id: str) -> None:
+        """As from a heartbeat: a cancel of this task has been asked for."""
         for run in self._runs[-1:]:
-            run.loop.call_soon_threadsafe(run.request_cancel)
+            if run.claimed.id == task_id:
+                run.loop.call_soon_threadsafe(run.request_cancel)
 
     def cut_transactions(self) -> None:
         """End the transactions that this worker has open, as the server does after a lease."""
@@ -246,81 +297,209 @@ class Hand:
             connection = opened.connection
             if opened.run in self._runs and connection is not None and not connection.closed:
                 pid = connection.info.backend_pid
-                self._engine.db.execute("select pg_terminate_backend(%s)", [pid])
+                self._engine.db.execute("select pg_terminate_backend(%s, 5000)", [pid])
 
-    def die(self) -> None:
-        """As a killed process: it commits nothing more, and nothing of it is unwound."""
-        self._engine.start(self._die())
+    def bury(self) -> None:
+        """It has died: keep it, so that nothing of it is ever unwound."""
+        bury(self, *self._runs)
 
-    async def _die(self) -> None:
+    async def retire(self) -> None:
+        """It has nothing left to do."""
         self._serving.cancel()
 
+    async def _claim(self) -> tuple[Any, ...] | None:
+        await self._deliver()
+        pairs = self._engine.app.registry.pairs()
+        for suspects in (False, True):
+            rows = await self._engine.wire.ask(
+                protocol.claim(self.name, pairs, 1, LEASE, suspects=suspects)
+            )
+            if rows and rows[0][0] is not None:
+                return rows[0]
+        return None
+
     async def _deliver(self) -> None:
-        topics = [row[0] for row in await self._link.ask(protocol.UNDELIVERED)]
+        topics = [row[0] for row in await self._engine.wire.ask(protocol.UNDELIVERED)]
         while topics:
-            rows = await self._link.ask(protocol.deliver(topics))
+            rows = await self._engine.wire.ask(protocol.deliver(topics))
             topics = [topic for topic, _, again in rows if again]
 
     async def _run(self, row: tuple[Any, ...]) -> None:
-        claimed = protocol.claimed(row)
-        kind = self._engine.app.registry.find(claimed.kind, claimed.version)
-        assert kind is not None
+        run, watcher = await self._prepare(protocol.claimed(row))
+        self._runs.append(run)
+        outcome = await execute(run, self._engine.threads)
+        if isinstance(outcome, Lost | Completed):
+            return
+        if self.probe is not None and run.swallowed_cancel(outcome):
+            self.probe.script.log.swallowed_cancel = True
+        with suppress(Exception):  # a lost lease, or a value that the server refused: as a worker
+            if watcher is None:
+                await self._committer.end(run, outcome)
+            else:
+                await watcher.end(outcome, _words_of(outcome))
+
+    async def _prepare(self, claimed: Any) -> tuple[_WatchedRun, Watcher | None]:
+        app = self._engine.app
+        kind = app.registry.find(claimed.kind, claimed.version)
+        assert kind is not None  # only declared pairs are claimed
         records = claimed.state
         if claimed.stored_steps:
-            records = (await self._link.ask(protocol.stored_steps(claimed.id)))[0][0]
-        run = Run(
+            stored = await self._engine.wire.ask(protocol.stored_steps(claimed.id))
+            records = stored[0][0]
+        run = _WatchedRun(
             claimed=claimed,
             # A replay that asks for a step with other arguments is worth an error in a test.
             kind=dataclasses.replace(kind, strict=True),
             journal=Journal(records, claimed.open_steps),
-            port=_ObservedPort(self._committer, self._observer),
+            port=self._committer,
             transactions=self._engine.transactions,
-            registry=self._engine.app.registry,
-            loop=asyncio.get_running_loop(),
-            payload_limit=self._engine.app.payload_limit,
+            registry=app.registry,
+            loop=self._engine.loop,
+            payload_limit=app.payload_limit,
             lease=LEASE,
+            # Never by its own clock: a paused machine's stands still, so only the fence is sure.
             lease_ends=time.monotonic() + 1e6,
             attempt=claimed.attempts,
-            observer=self._observer,
+            switch=self.switch,
         )
-        self._runs.append(run)
-        outcome = await execute(run, self._engine.threads)
-        self.outcomes.append(type(outcome).__name__)
-        if isinstance(outcome, Lost | Completed):
-            return
-        if run.cancel_requested and self.outcomes[-1] == "Finish" and run.refused_by_cancel:
-            self.swallowed_cancel = True
-        await self._observe("before the commit of", "the end")
-        with suppress(Exception):  # a lost lease, or a value that the server refused: as a worker
-            await self._committer.end(run, outcome)
-        await self._observe("after the commit of", "the end")
-
-    async def _observe(self, what: str, name: str) -> None:
-        if self._observer is not None:
-            await self._observer.wait(what, name)
+        if self.probe is None:
+            return run, None
+        watcher = self.probe.watch(run, self._committer)
+        run.port = run.observer = watcher
+        run.compensations = Registered(watcher.registered)
+        return run, watcher
 
 
-class _ObservedPort:
-    """The committer, with a point before each commit and one before its answer is heard."""
+@dataclasses.dataclass(eq=False)
+class _WatchedRun(Run):
+    """A run that belongs to a worker which can be stopped, and that sees cancels swallowed."""
 
-    def __init__(self, committer: Committer, observer: Observer | None) -> None:
-        self._committer = committer
-        self._observer = observer
+    switch: Switch | None = None
+    cancel_delivered: bool = False
 
-    async def send(self, run: Run, request: Checkpoint | Note) -> Ack:
-        names = ", ".join(request.records if isinstance(request, Checkpoint) else request.notes)
-        what = "" if isinstance(request, Checkpoint) else "the start of "
-        if self._observer is not None:
-            await self._observer.wait("before the commit of", what + names)
-        ack = await self._committer.send(run, request)
-        if self._observer is not None:
-            await self._observer.wait("after the commit of", what + names)
-        return ack
+    def _interrupt_handler(self) -> None:
+        if self.interrupt is not None and self.cancel_requested and self.lost is None:
+            self.cancel_delivered = True
+        super()._interrupt_handler()
 
-    async def snapshot(self) -> str:
-        return await self._committer.snapshot()
+    def swallowed_cancel(self, outcome: Outcome) -> bool:
+        """Whether the handler was told of a cancel and returned all the same."""
+        told = self.refused_by_cancel or self.cancel_delivered
+        return isinstance(outcome, Finish) and told and self.claimed.compensating is None
 
 
-def _letters() -> Iterator[str]:
-    alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    return itertools.chain(alphabet, (f"{a}{n}" for n in itertools.count(1) for a in alphabet))
+def _words_of(outcome: Outcome) -> str:
+    if isinstance(outcome, Finish):
+        return "the end"
+    if isinstance(outcome, Suspend):
+        return f"the wait {outcome.wait.name!r}"
+    return "the failure" if isinstance(outcome, Fail) else "the hand-back"
+
+
+# --- connections -----------------------------------------------------------------------------------
+
+
+class Wire(Link):
+    """One connection for all workers of an engine.
+
+    Blocking: a loop that has nothing but tests to serve need not be free while the server answers,
+    and so nothing is under way when a worker is stopped.
+    """
+
+    def __init__(self, dsn: str) -> None:
+        super().__init__(dsn, "leasetask test worker")
+        self._blocking: psycopg.Connection[Any] | None = None
+
+    async def try_once(self, query: protocol.Query) -> list[tuple[Any, ...]]:
+        """Run a query."""
+        if self._blocking is None or self._blocking.closed:
+            self._blocking = connect(self._dsn, name=self._name)
+        return fetch(self._blocking, query)
+
+    async def ask(self, query: protocol.Query) -> list[tuple[Any, ...]]:
+        """Run a query; once more if the connection was lost."""
+        try:
+            return await self.try_once(query)
+        except Exception as error:
+            if not is_disconnect(error):
+                raise
+            return await self.try_once(query)
+
+    def hang_up(self) -> None:
+        """Close the connection."""
+        if self._blocking is not None:
+            self._blocking.close()
+
+
+class _Transactions:
+    """Opens the transactions of `ctx.transaction`.
+
+    Keeps no count of its connections: those of crashed workers never come back.
+    """
+
+    def __init__(self, dsn: str, factory: Callable[[], Any] | None) -> None:
+        self.keeper = Keeper(LEASE)
+        self._dsn = dsn
+        self._factory = factory
+        self._free: list[psycopg.Connection[Any]] = []
+        self._free_async: list[psycopg.AsyncConnection[Any]] = []
+
+    def open(self, isolation: Isolation) -> Any:
+        """Open one for a sync handler."""
+        return self._blocking(isolation) if self._factory is None else self._factory()
+
+    def open_async(self, isolation: Isolation) -> Any:
+        """Open one for an async handler."""
+        return self._awaiting(isolation) if self._factory is None else self._factory()
+
+    async def close(self) -> None:
+        """Close what is free."""
+        for connection in self._free:
+            connection.close()
+        for awaited in self._free_async:
+            await awaited.close()
+
+    @contextmanager
+    def _blocking(self, isolation: Isolation) -> Iterator[psycopg.Connection[Any]]:
+        connection = self._free.pop() if self._free else psycopg.connect(self._dsn)
+        connection.isolation_level = _level(isolation)
+        try:
+            yield connection
+            connection.commit()
+        except BaseException:
+            connection.close()
+            raise
+        self._free.append(connection)
+
+    @asynccontextmanager
+    async def _awaiting(self, isolation: Isolation) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+        if self._free_async:
+            connection = self._free_async.pop()
+        else:
+            connection = await psycopg.AsyncConnection.connect(self._dsn)
+        await connection.set_isolation_level(_level(isolation))
+        try:
+            yield connection
+            await connection.commit()
+        except BaseException:
+            await connection.close()
+            raise
+        self._free_async.append(connection)
+
+
+def _level(isolation: Isolation) -> psycopg.IsolationLevel:
+    return psycopg.IsolationLevel[isolation.replace(" ", "_").upper()]
+
+
+class _Place:
+    """Where an App is: on the scratch database while an engine has it, then where it was."""
+
+    def __init__(self, app: App, dsn: str) -> None:
+        self._app = app
+        self._before = (app._dsn, app._pool, app._async_pools)
+        app._dsn, app._pool, app._async_pools = dsn, None, {}
+
+    def leave(self) -> None:
+        """Put it back."""
+        self._app.close()
+        self._app._dsn, self._app._pool, self._app._async_pools = self._before

@@ -8,58 +8,33 @@ and another worker goes on. That is SQLite's way of testing: fail the n-th opera
 
 from __future__ import annotations
 
-import asyncio
 import inspect
+import itertools
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from psycopg import errors as pg
+
+from leasetask import client, protocol
 from leasetask.app import App
+from leasetask.connection import fetch
 from leasetask.model import Enqueued, TaskView
 from leasetask.testing import report
 from leasetask.testing.engine import LEASE, Engine, Hand
+from leasetask.testing.probe import Log, Point, Script
+from leasetask.testing.schedule import ALL_FAULTS, Fault, FaultKind, Schedule, in_words, parse
 from leasetask.testing.server import scratch_database
 
-FaultKind = Literal["crash", "zombie", "cancel", "double", "silence"]
-ALL_FAULTS: tuple[FaultKind, ...] = ("crash", "zombie", "cancel", "double", "silence")
+_PATIENCE = 10.0
+"""Real seconds that a worker may take between two points before the harness gives up on it."""
 
-_PATIENCE = 20.0
-"""Real seconds that a run may take before the harness gives up on it."""
-
-_parked: list[Any] = []
-"""Crashed coroutines, kept so that nothing ever unwinds them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One fault at one point.
-
-    Attributes:
-        kind: `crash` (the process dies), `zombie` (it freezes, another takes over and ends the task,
-            then it goes on), `cancel`, `double` (the task is enqueued and the signals are sent
-            again), `silence` (no signal ever comes; the point does not matter).
-        point: the point's place in the worker's run, from 0.
-    """
-
-    kind: FaultKind
-    point: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind}@{self.point}"
-
-    @classmethod
-    def parse(cls, text: str) -> Fault:
-        """Read what `str` wrote."""
-        kind, _, point = text.partition("@")
-        return cls(kind, int(point or 0))  # type: ignore[arg-type]  # a wrong kind fails at its use
-
-
-Schedule = tuple[Fault, ...]
+_MOST_ROUNDS = 300
+"""Times that the clock is moved to the next due time before a task counts as never ending."""
 
 
 @dataclass(slots=True)
@@ -67,25 +42,40 @@ class Played:
     """What happened in one run of a schedule.
 
     Attributes:
+        outcome: the task at the end.
         points: for each worker, the points it came to.
-        bodies: how often each step's body ran.
+        log: the same in the order of events, and what else the report needs.
+        world_then: how the world looked at the end, if it can say so.
         failure: what is wrong, None if nothing.
     """
 
     schedule: Schedule
     outcome: TaskView
-    points: list[list[str]] = field(default_factory=list)
-    bodies: Counter[str] = field(default_factory=Counter)
-    swallowed_cancel: bool = False
+    points: list[list[Point]]
+    log: Log
+    world: Any = None
+    world_then: str | None = None
     failure: str | None = None
+    hung: str | None = None
+    endless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Survived:
-    """A handler that passed: how many points it has and how many schedules were run."""
+    """A handler that passed.
+
+    Attributes:
+        points: how many its undisturbed run has.
+        schedules: how many were run, by their kinds: `{"crash": 26, "crash crash": 480}`.
+    """
 
     points: int
-    schedules: int
+    schedules: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> int:
+        """How many schedules were run in all."""
+        return sum(self.schedules.values())
 
 
 class DoesNotSurvive(AssertionError):
@@ -105,6 +95,7 @@ class Scenario:
     """A task and its world; plays schedules of faults on an engine.
 
     Attributes:
+        task, input: what to enqueue.
         world: makes the outside anew for each run, without arguments or with the scratch DSN.
         check: called with the world and the task's view at the end; raises or returns False when
             something is wrong.
@@ -112,51 +103,68 @@ class Scenario:
     """
 
     task: Callable[..., Any] | str
-    input: Any
-    world: Callable[..., Any] | None
-    check: Callable[[Any, TaskView], Any]
-    signals: Mapping[str, Any]
+    input: Any = None
+    world: Callable[..., Any] | None = None
+    check: Callable[[Any, TaskView], Any] = lambda world, outcome: True
+    signals: Mapping[str, Any] = field(default_factory=dict)
 
-    def play(self, engine: Engine, schedule: Schedule) -> Played:
+    def play(self, engine: Engine, schedule: Schedule = ()) -> Played:
         """Run the task once under a schedule, and judge it."""
         engine.reset()
         world = _make(self.world, engine.dsn)
         enqueued = engine.enqueue(self.task, self.input, key="crash-anywhere")
         if all(fault.kind != "silence" for fault in schedule):
             self.send_signals(engine)
-        stage = _Stage(self, engine, enqueued)
-        stage.act([fault for fault in schedule if fault.kind != "silence"])
-        played = Played(
-            schedule,
-            engine.get(enqueued.id),
-            [probe.points for probe in stage.probes],
-            sum((probe.bodies for probe in stage.probes), Counter()),
-            any(hand.swallowed_cancel for hand in stage.hands),
-        )
-        played.failure = self._judge(world, played)
+        stage = _Stage(self, engine, enqueued, schedule)
+        stage.act()
+        played = stage.played(world)
+        played.failure = self._judge(played)
+        played.world_then = _in_words(world)
+        return played
+
+    def assert_survives(self, engine: Engine, schedule: Schedule = ()) -> Played:
+        """As `play`; for schedules that Hypothesis draws.
+
+        Raises:
+            DoesNotSurvive: with the report.
+        """
+        played = self.play(engine, schedule)
+        if played.failure is not None:
+            undisturbed = self.play(engine) if schedule else played
+            raise _refusal(played, undisturbed)
         return played
 
     def send_signals(self, engine: Engine) -> None:
-        """Let the outside send what it sends."""
+        """Let the outside send what it sends; a worker delivers it."""
         for topic, payload in self.signals.items():
-            engine.signal(topic, payload)
+            call = client.signal(topic, payload, False, engine.app.payload_limit, False)
+            client.run(call, lambda query: fetch(engine.db, query))
 
-    def _judge(self, world: Any, played: Played) -> str | None:
+    def _judge(self, played: Played) -> str | None:
         outcome = played.outcome
         error = outcome.last_error or {}
         if outcome.status == "failed" and error.get("type") in report.ENGINE_ERRORS:
             return f"{error['type']}: {error['message']}"
-        if played.swallowed_cancel:
-            return "the handler caught TaskCanceled and returned as if nothing had happened"
+        if played.log.swallowed_cancel:
+            return "the handler was told of the cancel and returned as if nothing had happened"
+        if played.hung is not None:
+            return played.hung
         if not outcome.finished:
-            if any(fault.kind == "silence" for fault in played.schedule):
-                return None  # it waits for ever, as it says
-            return f"the task never ended: it is {outcome.status} at {outcome.current_step!r}"
+            silent = any(fault.kind == "silence" for fault in played.schedule)
+            return None if silent else _stands(played)  # without a signal it waits, as it says
         try:
-            verdict = self.check(world, outcome)
+            verdict = self.check(played.world, outcome)
         except AssertionError as failed:
-            return f"check: {failed or 'an assertion failed'}"
+            return f"check: {report.assertion(failed)}"
+        except Exception as raised:
+            return f"check raised {type(raised).__name__}: {raised}"
         return "check returned False" if verdict is False else None
+
+
+def _stands(played: Played) -> str:
+    outcome = played.outcome
+    again = f", and still wakes after {_MOST_ROUNDS} rounds" if played.endless else ""
+    return f"the task never ended: it is {outcome.status} at {outcome.current_step!r}{again}"
 
 
 def crash_anywhere(
@@ -174,6 +182,12 @@ def crash_anywhere(
     dsn: str | None = None,
 ) -> Survived:
     """Run a task with a fault at every point, and check what must hold at the end.
+
+    A zombie is tried twice at each point: it wakes after the task has ended, and while the one that
+    took over works. Where a cancel leads to compensations, these are crashed at every point too.
+    Meanwhile `app.dsn` is the scratch database's. A factory given as `App(transactions=…)` is used
+    as it is: let `world` point it there, without a limit on its connections, since those of crashed
+    workers never come back.
 
     Args:
         app: declares the task.
@@ -196,70 +210,24 @@ def crash_anywhere(
         DoesNotSurvive: names the smallest failing schedule, and what would mend it.
     """
     scenario = Scenario(task, input, world, check, signals or {})
-    with scratch_database(dsn) as scratch:
-        engine = Engine(app, scratch)
-        try:
-            return _try_all(scenario, engine, faults, pairs, seed, only)
-        finally:
-            engine.close()
+    with scratch_database(dsn) as scratch, Engine(app, scratch) as engine:
+        if only is not None:
+            scenario.assert_survives(engine, parse(only))
+            return Survived(0, {"only": 1})
+        return _Search(scenario, engine).run(faults, pairs, seed)
 
 
-def _try_all(
-    scenario: Scenario,
-    engine: Engine,
-    faults: Sequence[FaultKind],
-    pairs: int | Literal["all"],
-    seed: int,
-    only: str | None,
-) -> Survived:
-    if only is not None:
-        _raise_if_failed(scenario, engine, tuple(Fault.parse(text) for text in only.split()))
-        return Survived(0, 1)
-    undisturbed = _raise_if_failed(scenario, engine, ())
-    count = len(undisturbed.points[0])
-    done = 1
-    for schedule in _singles(faults, count, bool(scenario.signals)):
-        _raise_if_failed(scenario, engine, schedule)
-        done += 1
-    chosen = _all_crash_pairs(scenario, engine, count) if pairs == "all" else None
-    for schedule in chosen or _random_pairs(faults, count, pairs, seed):
-        _raise_if_failed(scenario, engine, schedule)
-        done += 1
-    return Survived(count, done)
+def _refusal(
+    played: Played, undisturbed: Played, innocent: frozenset[Point] = frozenset()
+) -> DoesNotSurvive:
+    text = in_words(played.schedule)
+    return DoesNotSurvive(report.tell(played, undisturbed, text, innocent), text)
 
 
-def _raise_if_failed(scenario: Scenario, engine: Engine, schedule: Schedule) -> Played:
-    played = scenario.play(engine, schedule)
-    if played.failure is not None:
-        text = " ".join(map(str, schedule))
-        raise DoesNotSurvive(report.tell(played, text), text)
-    return played
-
-
-def _singles(faults: Sequence[FaultKind], count: int, signals: bool) -> Iterator[Schedule]:
-    for kind in faults:
-        if kind == "silence":
-            if signals:
-                yield (Fault(kind),)
-        else:
-            yield from ((Fault(kind, point),) for point in range(count))
-
-
-def _all_crash_pairs(scenario: Scenario, engine: Engine, count: int) -> Iterator[Schedule]:
-    """Every second crash in the run that follows each first one."""
-    for first in range(count):
-        played = scenario.play(engine, (Fault("crash", first),))
-        for second in range(len(played.points[1]) if len(played.points) > 1 else 0):
-            yield (Fault("crash", first), Fault("crash", second))
-
-
-def _random_pairs(
-    faults: Sequence[FaultKind], count: int, pairs: int | Literal["all"], seed: int
-) -> Iterator[Schedule]:
-    chosen = random.Random(seed)
-    kinds = [kind for kind in faults if kind != "silence"]
-    for _ in range(0 if pairs == "all" else pairs):
-        yield tuple(Fault(chosen.choice(kinds), chosen.randrange(count)) for _ in range(2))
+def _in_words(world: Any) -> str | None:
+    words = repr(world)
+    plain = world is None or isinstance(world, str) or words == object.__repr__(world)
+    return None if plain else f"{words:.500}"
 
 
 def _make(world: Callable[..., Any] | None, dsn: str) -> Any:
@@ -268,115 +236,263 @@ def _make(world: Callable[..., Any] | None, dsn: str) -> Any:
     return world(dsn) if inspect.signature(world).parameters else world()
 
 
+# --- searching ---------------------------------------------------------------------------------
+
+
+class _Search:
+    """Tries schedules from the smallest on, and stops at the first that fails."""
+
+    def __init__(self, scenario: Scenario, engine: Engine) -> None:
+        self._scenario = scenario
+        self._engine = engine
+        self._done: dict[str, int] = {}
+        self._after_crash: dict[int, int] = {}
+        self._innocent: frozenset[Point] = frozenset()
+        self._undisturbed = self._play(())
+
+    def run(self, faults: Sequence[FaultKind], pairs: int | Literal["all"], seed: int) -> Survived:
+        """Try all that was asked for.
+
+        Raises:
+            DoesNotSurvive: at the first failure.
+        """
+        points = self._undisturbed.points[0] if self._undisturbed.points else []
+        self._refuse_if_failed(self._undisturbed)
+        for kind in faults:
+            singles = [(Fault(kind, point),) for point in self._places(kind, points)]
+            if kind == "cancel" and "crash" in faults:
+                self._try_each(_crashes_while_compensating([self._try(s) for s in singles]))
+                continue
+            self._try_each(singles)
+            if kind == "zombie":
+                self._try_each([(Fault(kind, p), Fault("wake")) for p in range(len(points))])
+        if pairs == "all":
+            self._try_each(self._crash_pairs(points))
+        else:
+            self._try_each(_random_pairs(faults, len(points), pairs, seed))
+        return Survived(len(points), self._done)
+
+    def _try_each(self, schedules: Iterable[Schedule]) -> None:
+        for schedule in schedules:
+            self._try(schedule)
+
+    def _try(self, schedule: Schedule) -> Played:
+        played = self._play(schedule)
+        if played.failure is None:
+            self._innocent |= report.doubled(played, self._undisturbed)
+            return played
+        self._refuse_if_failed(self._simplest(played))
+        return played
+
+    def _play(self, schedule: Schedule) -> Played:
+        name = " ".join(fault.kind for fault in schedule) or "undisturbed"
+        self._done[name] = self._done.get(name, 0) + 1
+        played = self._scenario.play(self._engine, schedule)
+        if name == "crash":
+            self._after_crash[schedule[0].point] = sum(map(len, played.points[1:2]))
+        return played
+
+    def _refuse_if_failed(self, played: Played) -> None:
+        if played.failure is not None:
+            raise _refusal(played, self._undisturbed, self._innocent)
+
+    def _simplest(self, failed: Played) -> Played:
+        """Look at the later points too, where several branches were cut off at once.
+
+        Of bodies that ran twice, the one is to blame that does harm when it runs twice alone, and
+        none that ran twice elsewhere without harm.
+        """
+        best, fewest = failed, len(report.repeated(failed, self._undisturbed))
+        if fewest < 2 or len(failed.schedule) != 1:
+            return failed
+        for point in range(failed.schedule[0].point + 1, len(self._undisturbed.points[0])):
+            played = self._play((Fault(failed.schedule[0].kind, point),))
+            count = len(report.repeated(played, self._undisturbed))
+            if played.failure is None:
+                self._innocent |= report.doubled(played, self._undisturbed)
+            elif count < fewest:
+                best, fewest = played, count
+        return best
+
+    def _places(self, kind: FaultKind, points: list[Point]) -> Iterable[int]:
+        if kind == "silence":
+            return [0] if self._scenario.signals else []
+        if kind == "cut":
+            return [i for i, point in enumerate(points) if _is_answer(point)]
+        return range(len(points))
+
+    def _crash_pairs(self, points: list[Point]) -> Iterator[Schedule]:
+        """Every second crash in the run that follows each first one."""
+        for first in range(len(points)):
+            if first not in self._after_crash:
+                self._try((Fault("crash", first),))
+            for second in range(self._after_crash[first]):
+                yield (Fault("crash", first), Fault("crash", second))
+
+
+def _crashes_while_compensating(canceled: Sequence[Played]) -> Iterator[Schedule]:
+    """Crash the compensations of the cancel which sets the most of them going."""
+    best: tuple[int, int, range] = (0, 0, range(0))
+    for played in canceled:
+        point = played.schedule[0].point
+        follows = played.points[0][point + 1 :]
+        undoes = [n for n, p in enumerate(follows) if p.part == "compensation"]
+        if len(undoes) > best[0]:
+            best = (len(undoes), point, range(undoes[0], len(follows)))
+    yield from ((Fault("cancel", best[1]), Fault("crash", n)) for n in best[2])
+
+
+def _is_answer(point: Point) -> bool:
+    return point.when == "after" and point.part in _COMMITS
+
+
+_COMMITS = ("checkpoint", "undone", "registration", "start", "transaction", "end")
+
+
+def _random_pairs(
+    faults: Sequence[FaultKind], count: int, pairs: int, seed: int
+) -> Iterator[Schedule]:
+    chosen = random.Random(seed)
+    kinds = [kind for kind in faults if kind != "silence"]
+    for _ in range(pairs if kinds and count else 0):
+        yield tuple(Fault(chosen.choice(kinds), chosen.randrange(count)) for _ in range(2))
+
+
 # --- playing -----------------------------------------------------------------------------------
 
 
-class _Stage:
-    """Brings one worker after another on, each with the next fault, until the task has ended."""
+class _Hangs(Exception):
+    """A worker does not come to another point."""
 
-    def __init__(self, scenario: Scenario, engine: Engine, task: Enqueued) -> None:
+
+class _Stage:
+    """Brings one worker after another on, until all has ended that they and the faults set going."""
+
+    def __init__(
+        self, scenario: Scenario, engine: Engine, task: Enqueued, schedule: Schedule
+    ) -> None:
         self._scenario = scenario
         self._engine = engine
         self._task = task
-        self.probes: list[Probe] = []
-        self.hands: list[Hand] = []
+        self._schedule = schedule
+        self._script = Script(schedule, self._meddle)
+        self._hands: list[Hand] = []
+        self._frozen: list[tuple[Hand, Future[int]]] = []
+        self._names = ("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[n % 26] for n in itertools.count())
+        self._others = engine.sessions()
+        self._hung: str | None = None
+        self._rounds = 0
 
-    def act(self, faults: Iterable[Fault]) -> None:
-        zombies: list[tuple[Probe, Future[int]]] = []
-        left = list(faults)
-        while True:
-            fault = left.pop(0) if left else None
-            probe = Probe(fault, lambda kind: self._meddle(kind))
-            hand = self._engine.hand(probe)
-            self.probes.append(probe)
-            self.hands.append(hand)
-            stopped = self._work(hand, probe)
-            if stopped is None:
-                break
+    def act(self) -> None:
+        """Play it to the end."""
+        try:
+            while self._act_once() or self._wake_the_frozen():
+                pass
+        except _Hangs as hang:
+            self._hung = str(hang)
+        for hand in self._hands:
+            if hand.probe is None or hand.probe.stopped_by is None:
+                self._engine.call(hand.retire())
+
+    def played(self, world: Any) -> Played:
+        """Tell what happened."""
+        return Played(
+            self._schedule,
+            self._engine.get(self._task.id),
+            [hand.probe.points for hand in self._hands if hand.probe is not None],
+            self._script.log,
+            world,
+            hung=self._hung,
+            endless=self._rounds >= _MOST_ROUNDS,
+        )
+
+    def _act_once(self) -> bool:
+        """Let a new worker run all there is; returns whether another has to go on."""
+        hand = self._engine.hand(f"worker {next(self._names)}", self._script)
+        self._hands.append(hand)
+        running = self._work(hand)
+        if running is None:
+            return False
+        assert hand.probe is not None and hand.probe.stopped_by is not None
+        follows = self._script.next
+        if hand.probe.stopped_by.kind == "crash":
+            hand.bury()
+            self._engine.cut_sessions(self._others)
+        else:
+            self._frozen.append((hand, running))
+        if follows is None or follows.kind != "wake":
             hand.cut_transactions()
-            if fault is not None and fault.kind == "crash":
-                hand.die()
-            else:
-                zombies.append((probe, stopped))
-            self._engine.advance(LEASE + 1)
-            self._engine.sweep()
-        for probe, running in zombies:
-            probe.release()
-            try:
-                running.result(_PATIENCE)
-            except FutureTimeout:
-                raise AssertionError("the woken worker does not end") from None
-        for hand, probe in zip(self.hands, self.probes, strict=True):
-            if probe.fault is None or probe.fault.kind != "crash" or not probe.stopped.is_set():
-                hand.die()
+        self._engine.advance(LEASE + 1)
+        self._engine.sweep()
+        return True
 
-    def _work(self, hand: Hand, probe: Probe) -> Future[int] | None:
+    def _wake_the_frozen(self) -> bool:
+        """Let the zombies go on; returns whether there were any, who may have set more going."""
+        woken = self._wake()
+        for hand, running in woken:
+            self._finish(hand, running)
+        return bool(woken)
+
+    def _wake(self) -> list[tuple[Hand, Future[int]]]:
+        woken, self._frozen = self._frozen, []
+        for hand, _ in woken:
+            assert hand.probe is not None
+            hand.probe.wake()
+        return woken
+
+    def _work(self, hand: Hand) -> Future[int] | None:
         """Let a worker run all there is; None, or what it was doing when it was stopped."""
+        assert hand.probe is not None
         while True:
-            running = self._engine.start(hand.drain_async())
-            both = threading.Event()
-            running.add_done_callback(lambda _, both=both: both.set())  # type: ignore[misc]  # mypy cannot infer it
-            probe.on_stop = both.set
-            if not both.wait(_PATIENCE):
-                raise AssertionError(f"{hand.name} hangs at {probe.points[-1:]}")
-            if probe.stopped.is_set():
+            over = threading.Event()
+            hand.probe.on_stop = over.set
+            running = self._engine.start(hand.drain())
+            running.add_done_callback(lambda _, over=over: over.set())  # type: ignore[misc]  # mypy cannot infer it
+            self._await(hand, over)
+            if hand.probe.stopped_by is not None:
                 return running
             running.result()
-            if not self._engine.skip():
+            self._rounds += 1
+            if self._rounds >= _MOST_ROUNDS or not self._engine.skip():
                 return None
 
-    def _meddle(self, kind: FaultKind) -> None:
-        if kind == "cancel":
-            self._engine.cancel(self._task.id, "as the test wills")
-            for hand in self.hands:
-                hand.learn_of_cancel()
-        elif kind == "double":
-            self._engine.enqueue(self._scenario.task, self._scenario.input, key="crash-anywhere")
-            self._scenario.send_signals(self._engine)
+    def _await(self, hand: Hand, over: threading.Event) -> None:
+        """Wait for as long as the worker comes to further points."""
+        assert hand.probe is not None
+        seen = -1
+        while not over.wait(_PATIENCE):
+            if len(hand.probe.points) == seen:
+                where = report.where(hand.probe.points, seen - 1)
+                raise _Hangs(f"{hand.name} hangs: {_PATIENCE:.0f} s ago it was {where}")
+            seen = len(hand.probe.points)
 
+    def _finish(self, hand: Hand, running: Future[int]) -> None:
+        try:
+            running.result(_PATIENCE)
+        except FutureTimeout:
+            raise _Hangs(f"{hand.name}, awake again, does not end") from None
+        self._engine.call(hand.retire())
 
-class Probe:
-    """Counts the points of one worker, and does what its fault says at one of them."""
+    def _meddle(self, fault: Fault) -> Iterable[Future[Any]]:
+        if fault.kind == "wake":
+            woken = self._wake()
+            self._frozen += woken  # still to be waited for at the end
+            return [running for _, running in woken]
+        db = self._engine.db
+        try:
+            with db.transaction():
+                db.execute("set local lock_timeout = '20ms'")
+                self._cancel() if fault.kind == "cancel" else self._double()
+        except pg.LockNotAvailable:
+            # The worker stands in its own transaction: whoever comes would wait for its commit.
+            self._script.put_off(fault)
+        return []
 
-    def __init__(self, fault: Fault | None, meddle: Callable[[FaultKind], None]) -> None:
-        self.fault = fault
-        self.points: list[str] = []
-        self.bodies: Counter[str] = Counter()
-        self.stopped = threading.Event()
-        self.on_stop: Callable[[], None] = lambda: None
-        self._meddle = meddle
-        self._released = threading.Event()
+    def _cancel(self) -> None:
+        fetch(self._engine.db, protocol.cancel(self._task.id, "as the test wills"))
+        for hand in self._hands:
+            hand.learn_of_cancel(self._task.id)
 
-    def release(self) -> None:
-        """Let a frozen worker go on."""
-        self._released.set()
-
-    def block(self, what: str, name: str) -> None:
-        """A sync handler's thread has come to a point."""
-        if self._stops_at(what, name):
-            self.stopped.set()
-            self.on_stop()
-            if self.fault is not None and self.fault.kind == "crash":
-                threading.Event().wait()
-            self._released.wait()
-
-    async def wait(self, what: str, name: str) -> None:
-        """A coroutine has come to a point."""
-        if self._stops_at(what, name):
-            self.stopped.set()
-            self.on_stop()
-            if self.fault is not None and self.fault.kind == "crash":
-                _parked.append(asyncio.current_task())
-                await asyncio.get_running_loop().create_future()
-            await asyncio.to_thread(self._released.wait)
-
-    def _stops_at(self, what: str, name: str) -> bool:
-        self.points.append(f"{what} {name}")
-        if what == "before the body of":
-            self.bodies[name] += 1
-        if self.fault is None or len(self.points) - 1 != self.fault.point:
-            return False
-        if self.fault.kind in ("crash", "zombie"):
-            return True
-        self._meddle(self.fault.kind)
-        return False
+    def _double(self) -> None:
+        self._engine.enqueue(self._scenario.task, self._scenario.input, key="crash-anywhere")
+        self._scenario.send_signals(self._engine)

@@ -11,9 +11,11 @@ import queue
 import threading
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
-from typing import Any
+from typing import Any, TypeVarTuple
 
 from leasetask.run import current_run
+
+Ts = TypeVarTuple("Ts")
 
 
 class Switch:
@@ -47,28 +49,28 @@ class Loop(asyncio.SelectorEventLoop):
     """asyncio's own loop, but that each callback looks at its worker's switch first."""
 
     def call_soon(
-        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """As asyncio's."""
-        own = context or copy_context()
+        own = copy_context() if context is None else context
         return super().call_soon(self._pass, callback, args, own, context=own)
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """As asyncio's."""
-        own = context or copy_context()
+        own = copy_context() if context is None else context
         return super().call_soon_threadsafe(self._pass, callback, args, own, context=own)
 
     def call_at(
         self,
         when: float,
-        callback: Callable[..., Any],
-        *args: Any,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """As asyncio's; `call_later` comes by here."""
-        own = context or copy_context()
+        own = copy_context() if context is None else context
         return super().call_at(when, self._pass, callback, args, own, context=own)
 
     def _pass(self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context) -> None:

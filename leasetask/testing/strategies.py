@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import threading
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from leasetask.app import App
-from leasetask.testing.engine import LEASE, Engine, Hand
-from leasetask.testing.faults import ALL_FAULTS, Fault, FaultKind, Probe, Schedule
+from leasetask.testing.engine import LEASE, Engine
+from leasetask.testing.probe import Script
+from leasetask.testing.schedule import ALL_FAULTS, Fault, FaultKind, Schedule
 from leasetask.testing.server import scratch_database
 
 
@@ -20,7 +24,7 @@ def schedules(
 
     Args:
         faults: which kinds.
-        most: faults in one schedule; each hits the worker that goes on after the one before.
+        most: faults in one schedule; each counts its point from the one before.
         points: the last point that may be hit; points that a run does not come to hit nothing.
     """
     one = st.builds(Fault, st.sampled_from(list(faults)), st.integers(0, points))
@@ -31,7 +35,8 @@ class EngineMachine(RuleBasedStateMachine):
     """A base for properties that span several tasks and signals.
 
     Set `app`, add rules that enqueue, signal and cancel through `self.engine`, and invariants. The
-    rules here let workers work, die half-way, and time pass.
+    rules here let workers work, die half-way, and time pass. All examples share one scratch
+    database, emptied before each.
     """
 
     app: App
@@ -39,9 +44,9 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         """Give each example an empty database and the right time."""
-        self._database = scratch_database(None)
-        self.engine = Engine(self.app, self._database.__enter__())
-        self._dead: list[Hand] = []
+        self.engine = _engine_of(self.app)
+        self.engine.reset()
+        self._workers = 0
 
     @rule()
     def work(self) -> None:
@@ -51,13 +56,23 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(point=st.integers(0, 60))
     def work_and_die(self, point: int) -> None:
         """Run what is due in a worker that dies at a point; its leases run out."""
-        probe = Probe(Fault("crash", point), lambda kind: None)
-        hand = self.engine.hand(probe)
-        running = self.engine.start(hand.drain_async())
-        running.add_done_callback(lambda _: probe.stopped.set())
-        probe.stopped.wait(20)
+        self._workers += 1
+        others = self.engine.sessions()
+        script = Script((Fault("crash", point),), lambda fault: [])
+        hand = self.engine.hand(f"worker {self._workers}", script)
+        assert hand.probe is not None
+        over = threading.Event()
+        hand.probe.on_stop = over.set
+        running = self.engine.start(hand.drain())
+        running.add_done_callback(lambda _: over.set())
+        assert over.wait(_PATIENCE), f"{hand.name} hangs"
+        if hand.probe.stopped_by is None:
+            running.result()
+            self.engine.call(hand.retire())
+            return
+        hand.bury()
         hand.cut_transactions()
-        hand.die()
+        self.engine.cut_sessions(others)
         self.engine.advance(LEASE + 1)
         self.engine.sweep()
 
@@ -65,10 +80,19 @@ class EngineMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         """Move the clock on and run what has become due."""
         self.engine.advance(seconds)
+        self.engine.sweep()
         self.engine.drain()
 
-    def teardown(self) -> None:
-        """Let go of the database."""
-        if hasattr(self, "engine"):
-            self.engine.close()
-            self._database.__exit__(None, None, None)
+
+_PATIENCE = 30.0
+"""Real seconds that a worker may take."""
+
+
+@functools.cache
+def _engine_of(app: App) -> Engine:
+    """Return the engine of a machine's App, for as long as the process lives."""
+    database = scratch_database(None)
+    engine = Engine(app, database.__enter__())
+    atexit.register(database.__exit__, None, None, None)
+    atexit.register(engine.close)
+    return engine

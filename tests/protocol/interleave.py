@@ -412,7 +412,10 @@ _CLOSES = re.compile(r"\s*(end\b|else\b|elsif\b|exception\b|when\b)")
 
 
 def gated(script: str) -> str:
-    """Return a copy of schema.sql with a stop before every statement of its volatile functions."""
+    """Return a copy of schema.sql with a stop before every statement of its volatile functions.
+
+    An `assert` leaves `found` and the row count as they are.
+    """
     return _FUNCTION.sub(_with_stops, script)
 
 
@@ -425,7 +428,7 @@ def _with_stops(function: re.Match[str]) -> str:
     for line in body.splitlines():
         code = line.split("--")[0].rstrip()
         if boundary and code and not _CLOSES.match(code):
-            lines.append(f"{' ' * (len(code) - len(code.lstrip()))}perform gate.stop('{name}');")
+            lines.append(f"{' ' * (len(code) - len(code.lstrip()))}assert gate.stop('{name}');")
         if code:
             boundary = code.endswith(";") or bool(_OPENS.search(code)) and not _in_case(code)
         lines.append(line)

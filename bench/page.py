@@ -1,0 +1,3 @@
+from pathlib import Path
+def write(f): pass
+def newest(): return Path()

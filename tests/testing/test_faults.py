@@ -1,0 +1,320 @@
+"""How the harness kills, freezes and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import six_steps
+
+from leasetask import App, AsyncContext, Context
+from leasetask.errors import ConfigurationError
+from leasetask.model import TaskView
+from leasetask.testing import DoesNotSurvive, Engine, Fault, Scenario, crash_anywhere, faults
+
+
+@pytest.fixture
+def app() -> App:
+    return App("postgresql://localhost/not-used")
+
+
+def succeeded(world: Any, outcome: TaskView) -> None:
+    assert outcome.status == "succeeded", outcome.last_error
+
+
+# --- how many schedules there are -------------------------------------------------------------------
+
+SIX = {"check": six_steps.paid_once, "world": six_steps.bank.open}
+
+
+def test_all_single_faults_of_six_steps_are_tried(leasetask_db: str) -> None:
+    survived = crash_anywhere(six_steps.app, six_steps.six_steps, 1, dsn=leasetask_db, **SIX)
+    points = survived.points
+    # Four plain steps of 4 points, an effect of 6, a transaction of 3, the end's 2.
+    assert points == 4 * 4 + 6 + 3 + 2
+    assert survived.schedules == {
+        "undisturbed": 1,
+        "crash": points,
+        "zombie": points,
+        "zombie wake": points,
+        "cut": 8,  # six results, an effect's start, the end
+        "cancel": points,
+        "double": points,
+    }
+
+
+def test_all_ordered_pairs_of_crashes_of_six_steps_are_tried(leasetask_db: str) -> None:
+    survived = crash_anywhere(
+        six_steps.app,
+        six_steps.six_steps,
+        1,
+        faults=["crash"],
+        pairs="all",
+        dsn=leasetask_db,
+        **SIX,
+    )
+    points = survived.points
+    assert survived.schedules["crash"] == points
+    # After a crash at the end nothing is left; after one at the start, all of it again.
+    assert points * points / 3 < survived.schedules["crash crash"] < points * points
+    assert set(survived.schedules) == {"undisturbed", "crash", "crash crash"}
+
+
+def test_other_pairs_are_chosen_by_seed(leasetask_db: str) -> None:
+    seen: list[list[str]] = []
+    for seed in (1, 1, 2):
+        played: list[str] = []
+        seen.append(played)
+
+        def play(self: Scenario, engine: Engine, schedule: Any = (), _played: Any = played) -> Any:
+            _played.append(" ".join(map(str, schedule)))
+            return original(self, engine, schedule)
+
+        original = Scenario.play
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Scenario, "play", play)
+            crash_anywhere(
+                six_steps.app,
+                six_steps.six_steps,
+                1,
+                faults=["crash", "cancel"],
+                pairs=5,
+                seed=seed,
+                dsn=leasetask_db,
+                **SIX,
+            )
+    assert seen[0] == seen[1] != seen[2]
+    assert len(seen[0][-1].split()) == 2
+
+
+# --- a crash is a crash ------------------------------------------------------------------------------
+
+
+def test_a_crash_runs_no_finally(leasetask_db: str, app: App) -> None:
+    unwound: list[str] = []
+
+    @app.task
+    def sync(ctx: Context) -> None:
+        try:
+            ctx.step("one", lambda: None)
+        finally:
+            unwound.append("sync")
+
+    @app.task
+    async def coroutine(ctx: AsyncContext) -> None:
+        try:
+            await ctx.step("one", lambda: None)
+        finally:
+            unwound.append("async")
+
+    for task in (sync, coroutine):
+        unwound.clear()
+        with Engine(app, leasetask_db) as engine:
+            played = Scenario(task, check=succeeded).play(engine, (Fault("crash", 1),))
+        assert played.failure is None
+        assert len(played.points) == 2
+        assert len(unwound) == 1, "the second worker's, and not the first one's"
+
+
+def test_a_crash_stops_all_branches_at_once(leasetask_db: str, app: App) -> None:
+    ended: list[str] = []
+
+    async def slow(name: str) -> None:
+        await asyncio.sleep(0.02)
+        ended.append(name)
+
+    @app.task
+    async def branches(ctx: AsyncContext) -> None:
+        await asyncio.gather(
+            ctx.step("slow", slow, "slow"), ctx.step("quick", lambda: None), asyncio.sleep(0.05)
+        )
+
+    with Engine(app, leasetask_db) as engine:
+        scenario = Scenario(branches, world=ended.clear, check=succeeded)
+        undisturbed = scenario.play(engine)
+        at = [str(point) for point in undisturbed.points[0]].index("after the body of 'quick'")
+        assert ended == ["slow"]
+        for kind in ("crash", "zombie"):
+            played = scenario.play(engine, (Fault(kind, at),))
+            assert played.failure is None
+            # A crashed worker's other branches never go on; a frozen one's do when it wakes.
+            assert len(ended) == {"crash": 1, "zombie": 2}[kind]
+
+
+def test_a_crash_frees_what_the_process_held_in_the_database(leasetask_db: str, app: App) -> None:
+    @app.task
+    def locks(ctx: Context) -> None:
+        with psycopg.connect(app.dsn) as db:
+            db.execute("create table if not exists held (n int)")
+            db.execute("lock table held")
+            ctx.step("look", lambda: None)
+
+    assert crash_anywhere(
+        app, locks, check=succeeded, faults=["crash", "cut"], dsn=leasetask_db
+    ).points
+
+
+def test_what_a_frozen_process_holds_is_told(
+    leasetask_db: str, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_PATIENCE", 0.5)
+
+    @app.task
+    def locks(ctx: Context) -> None:
+        with psycopg.connect(app.dsn) as db:
+            db.execute("create table if not exists held (n int)")
+            db.execute("lock table held")
+            ctx.step("look", lambda: None)
+
+    with pytest.raises(DoesNotSurvive) as refused:
+        crash_anywhere(app, locks, check=succeeded, faults=["zombie"], dsn=leasetask_db)
+    assert "worker B hangs" in str(refused.value)
+    assert "a dead or frozen worker still holds" in str(refused.value)
+
+
+def test_a_cancel_comes_after_the_transaction_that_it_meets(leasetask_db: str, app: App) -> None:
+    @app.task
+    def writes(ctx: Context) -> None:
+        ctx.transaction("one", lambda db: None)
+        ctx.step("two", lambda: None)
+
+    with Engine(app, leasetask_db) as engine:
+        played = Scenario(writes).play(engine, (Fault("cancel", 1),))
+    assert str(played.points[0][1]) == "before the commit of transaction 'one'"
+    assert played.outcome.status == "canceled"
+    assert played.outcome.steps == ["one"]
+    assert played.log.hits[0].place == 2
+
+
+def test_crashes_in_many_transactions_do_not_use_connections_up(
+    leasetask_db: str, app: App
+) -> None:
+    @app.task
+    def writes(ctx: Context) -> None:
+        for number in range(8):
+            ctx.transaction(f"write-{number}", lambda db: None)
+
+    survived = crash_anywhere(app, writes, check=succeeded, faults=["crash"], dsn=leasetask_db)
+    assert survived.points == 8 * 3 + 2
+
+
+# --- what crash_anywhere is given, and gives ---------------------------------------------------------
+
+
+def test_a_report_is_replayed_by_its_line(leasetask_db: str, app: App) -> None:
+    calls: list[str] = []
+
+    @app.task
+    def charges(ctx: Context) -> None:
+        ctx.step("charge", calls.append, "charge")
+
+    options: dict[str, Any] = {
+        "world": calls.clear,
+        "check": lambda world, outcome: len(calls) < 2,
+        "dsn": leasetask_db,
+    }
+    with pytest.raises(DoesNotSurvive) as refused:
+        crash_anywhere(app, charges, **options)
+    assert refused.value.schedule == "crash@1"
+    assert 'only="crash@1"' in str(refused.value)
+    assert "check returned False" in str(refused.value)
+    with pytest.raises(DoesNotSurvive) as again:
+        crash_anywhere(app, charges, only=refused.value.schedule, **options)
+    assert str(again.value) == str(refused.value)
+    assert crash_anywhere(app, charges, only="crash@0", **options).runs == 1
+    for wrong in ("crush@1", "crash@x", "crash 1"):
+        with pytest.raises(ConfigurationError, match="is no fault"):
+            crash_anywhere(app, charges, only=wrong, **options)
+
+
+def test_a_check_that_raises_is_told(leasetask_db: str, app: App) -> None:
+    @app.task
+    def nothing(ctx: Context) -> None:
+        pass
+
+    def check(world: Any, outcome: TaskView) -> None:
+        raise KeyError("order")
+
+    with pytest.raises(DoesNotSurvive, match=r"check raised KeyError: 'order'"):
+        crash_anywhere(app, nothing, check=check, dsn=leasetask_db)
+
+
+def test_the_app_is_on_the_scratch_database_meanwhile(leasetask_db: str, app: App) -> None:
+    seen: set[str] = set()
+    children: list[int] = []
+
+    @app.task
+    def parent(ctx: Context) -> None:
+        seen.add(app.dsn)
+        ctx.step("send", lambda: app.enqueue(child, None, key=ctx.task_id).id)
+
+    @app.task
+    def child(ctx: Context) -> None:
+        children.append(1)
+
+    before = app.dsn
+    crash_anywhere(app, parent, check=succeeded, faults=["crash"], dsn=leasetask_db)
+    assert seen == {leasetask_db}
+    assert children
+    assert app.dsn == before
+
+
+def test_a_world_is_made_anew_with_the_dsn_or_without(leasetask_db: str, app: App) -> None:
+    @app.task
+    def nothing(ctx: Context) -> None:
+        pass
+
+    made: list[str] = []
+    crash_anywhere(
+        app,
+        nothing,
+        world=lambda dsn: made.append(dsn),
+        check=succeeded,
+        faults=["crash"],
+        dsn=leasetask_db,
+    )
+    assert made == [leasetask_db] * 3  # undisturbed, and at two points
+
+
+def test_nothing_is_said_at_the_interpreters_end(leasetask_db: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import asyncio, sys
+from leasetask import App
+from leasetask.testing import crash_anywhere
+app = App("postgresql://localhost/not-used")
+
+@app.task
+async def branches(ctx):
+    try:
+        await asyncio.gather(ctx.step("a", asyncio.sleep, 0), ctx.step("b", asyncio.sleep, 0))
+    finally:
+        print("unwound")
+
+@app.task
+def plain(ctx):
+    try:
+        ctx.step("a", print, "body")
+    finally:
+        print("unwound")
+
+for task in (branches, plain):
+    print(crash_anywhere(app, task, check=lambda w, o: True, dsn=sys.argv[1]).runs > 20)
+print("END")
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", str(script), leasetask_db],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.rstrip().endswith("END"), "what crashed is not unwound at the end either"

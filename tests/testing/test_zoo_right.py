@@ -1,0 +1,50 @@
+"""The zoo of right handlers: none is accused, whatever happens to its worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zoo_right as zoo
+
+from leasetask.testing import crash_anywhere
+
+PAID = {"paid": {"order": "o-1"}}
+
+RIGHT = [
+    (zoo.pays, zoo.world.fresh, zoo.paid_once, {"input": 5}),
+    (zoo.pays_async, zoo.world.fresh, zoo.paid_once, {"input": 5}),
+    (zoo.books, zoo.with_tables, zoo.booked_once, {}),
+    (zoo.books_async, zoo.with_tables, zoo.booked_once, {}),
+    (zoo.completes, zoo.with_tables, zoo.completed_once, {}),
+    (zoo.completes_async, zoo.with_tables, zoo.completed_once, {}),
+    (zoo.waits, zoo.world.fresh, zoo.shipped_if_paid, {"signals": PAID}),
+    (zoo.waits_async, zoo.world.fresh, zoo.shipped_if_paid, {"signals": PAID}),
+    (zoo.looks, zoo.world.fresh, zoo.found_seven, {"signals": {"approval": None}}),
+    (zoo.looks_async, zoo.world.fresh, zoo.found_seven, {}),
+    (zoo.sleeps, zoo.world.fresh, zoo.slept, {}),
+    (zoo.sleeps_async, zoo.world.fresh, zoo.slept, {}),
+    (zoo.reserves, zoo.world.fresh, zoo.all_or_nothing, {}),
+    (zoo.reserves_async, zoo.world.fresh, zoo.all_or_nothing, {}),
+    (zoo.fails_and_undoes, zoo.world.fresh, zoo.nothing_kept, {}),
+    (zoo.copies, zoo.world.fresh, zoo.no_parts_left, {}),
+    (zoo.copies_async, zoo.world.fresh, zoo.no_parts_left, {}),
+    (zoo.gathers, zoo.world.fresh, zoo.paid_three, {}),
+    (zoo.parent, zoo.world.fresh, zoo.one_child, {}),
+    (zoo.parent_async, zoo.world.fresh, zoo.one_child, {}),
+    (zoo.flaky, zoo.world.fresh, zoo.called_once, {}),
+    (zoo.goes_another_way, zoo.world.fresh, zoo.called_once, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("task", "world", "check", "options"), RIGHT, ids=[case[0].__name__ for case in RIGHT]
+)
+def test_a_right_handler_is_not_accused(
+    leasetask_db: str, task: Any, world: Any, check: Any, options: dict[str, Any]
+) -> None:
+    survived = crash_anywhere(
+        zoo.app, task, world=world, check=check, pairs=20, seed=6, dsn=leasetask_db, **options
+    )
+    assert survived.points >= 2
+    assert survived.schedules["crash"] == survived.points
