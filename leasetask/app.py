@@ -66,9 +66,12 @@ class App:
         """
         if self._dsn is not None:
             return self._dsn
-        from leasetask import embedded  # noqa: PLC0415  # an extra: only who uses it pays for it
+        return _ensure_embedded()
 
-        return embedded.ensure()
+    @property
+    def revive(self) -> Callable[[], object] | None:
+        """Starts the embedded server again, if that is the one in use."""
+        return _ensure_embedded if self._dsn is None else None
 
     @property
     def registry(self) -> Registry:
@@ -589,6 +592,12 @@ def _on(conn: Any) -> Callable[[Query], client.Rows]:
 
 def _on_async(conn: Any) -> Callable[[Query], Any]:
     return lambda query: hosts.execute_async(conn, query)
+
+
+def _ensure_embedded() -> str:
+    from leasetask import embedded  # noqa: PLC0415  # an extra: only who uses it pays for it
+
+    return embedded.ensure()
 
 
 async def _cancel_rest(loop: asyncio.AbstractEventLoop) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -19,11 +20,15 @@ class Link:
     """An async connection that is opened again, for ever and with backoff, when it is lost.
 
     Logs one line when it goes and one when it is back, not one per try.
+
+    Args:
+        revive: called, in a thread, before another try: starts an embedded server again.
     """
 
-    def __init__(self, dsn: str, name: str) -> None:
+    def __init__(self, dsn: str, name: str, *, revive: Callable[[], object] | None = None) -> None:
         self._dsn = dsn
         self._name = name
+        self._revive = revive
         self._conn: psycopg.AsyncConnection[Any] | None = None
         self._was_lost = False
 
@@ -38,6 +43,8 @@ class Link:
             except DatabaseUnavailable as error:
                 self.report_lost(error)
                 await asyncio.sleep(delay)
+                if self._revive is not None:
+                    await asyncio.to_thread(self._revive)
         if self._was_lost:
             self._was_lost = False
             logger.warning("%s: the database is back", self._name)

@@ -66,6 +66,7 @@ class WorkerOptions:
         grace: seconds that handlers may still run after a stop was asked for.
         roles: `worker` runs tasks, `sweep` recovers expired leases, `outbox` dispatches events.
         outbox: the DSN of the database with `outbox_event`, for that role.
+        revive: starts an embedded server again that has died.
         spec: how a child process imports the App (`module:app`), to run suspects alone.
         alone: run suspects only, one at a time, and end when there is none.
         transactions: the user's own source of transactions, see `App`.
@@ -81,6 +82,7 @@ class WorkerOptions:
     alone: bool = False
     transactions: Callable[[], Any] | None = None
     outbox: str | None = None
+    revive: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
@@ -108,6 +110,7 @@ class Worker:
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self._runs: dict[str, Run] = {}
         self._threads = Threads()
+        self._ending = 0
         self._lost_threads = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop_requested = False
@@ -143,7 +146,7 @@ class Worker:
         self._loop.set_task_factory(task_factory)
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
-        self._claims = Link(self._dsn, "leasetask claim")
+        self._claims = Link(self._dsn, "leasetask claim", revive=self._options.revive)
         self._commits = Link(self._dsn, "leasetask commit")
         chores, ears = Link(self._dsn, "leasetask chores"), Link(self._dsn, "leasetask listen")
         self._committer = Committer(self._commits)
@@ -236,7 +239,7 @@ class Worker:
             suspects=self._options.alone,
         )
         while not self._stop_requested:
-            free = self._options.concurrency - len(self._runs) - self._lost_threads
+            free = self._free_slots()
             if free < 1 or not self._heartbeat.healthy:
                 await self._pause(self._options.poll_interval if free < 1 else 0.1)
                 continue
@@ -250,6 +253,15 @@ class Worker:
             if pause > 0:
                 await self._pause(pause)
         await claimer.leave()
+
+    def _free_slots(self) -> int:
+        """Return how many tasks may be claimed.
+
+        A handler that has ended leaves its slot while its outcome is committed, so that the next
+        claim is under way meanwhile; of those there may be as many again.
+        """
+        most = self._options.concurrency - self._lost_threads
+        return min(most - (len(self._runs) - self._ending), 2 * most - len(self._runs))
 
     async def _pause(self, seconds: float) -> None:
         try:
@@ -290,7 +302,12 @@ class Worker:
                 rows = await self._claims.ask(protocol.stored_steps(run.claimed.id))
                 run.journal = Journal(rows[0][0], run.claimed.open_steps)
             outcome = Release() if run.handing_back else await execute(run, self._threads)
-            await self._end(run, outcome)
+            self._ending += 1
+            self._wake.set()
+            try:
+                await self._end(run, outcome)
+            finally:
+                self._ending -= 1
         finally:
             del self._runs[run.claimed.token]
             self._wake.set()

@@ -55,7 +55,7 @@ async def paced(kind: str, n: str, seconds: str) -> list[float]:
 
 
 async def work() -> None:
-    manager = QueueManager(AsyncpgDriver(await asyncpg.connect(marks.DSN)))
+    manager = QueueManager(await queries())
 
     @manager.entrypoint("noop")
     async def noop(job: Job) -> None:

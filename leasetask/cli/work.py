@@ -108,6 +108,7 @@ def worker(
         spec=spec,
         alone=alone,
         transactions=app.transactions,
+        revive=None if dsn_or_environment(dsn) else app.revive,
     )
     server = dsn_or_environment(dsn) or app.dsn
     schema.check(server)

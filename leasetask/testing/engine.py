@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
+from datetime import datetime
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -64,11 +65,9 @@ delete from leasetask.task; delete from leasetask.task_signal; delete from lease
 delete from leasetask.kind; update leasetask.test_clock set shift = '0', frozen = null
 """
 
-_SESSIONS = "select pid from pg_stat_activity where datname = current_database()"
-
 _CUT_SESSIONS = """
 select pg_terminate_backend(pid, 5000) from pg_stat_activity
-where datname = current_database() and state like 'idle in transaction%%' and pid <> all (%s)
+where datname = current_database() and state like 'idle in transaction%%' and backend_start > %s
 """
 
 
@@ -228,13 +227,15 @@ class Engine:
         """Start a coroutine in the engine's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def sessions(self) -> list[int]:
-        """Return who is connected to the scratch database now."""
-        return [row[0] for row in self.db.execute(_SESSIONS)]
+    def server_time(self) -> datetime:
+        """Return the server's own time, which no test moves."""
+        row = self.db.execute("select clock_timestamp()").fetchone()
+        assert row is not None
+        return row[0]  # type: ignore[no-any-return]  # a timestamptz
 
-    def cut_sessions(self, but: list[int]) -> None:
-        """End the transactions of all others, as the server does when a process has died."""
-        self.db.execute(_CUT_SESSIONS, [but])
+    def cut_sessions(self, since: datetime) -> None:
+        """End the transactions of whoever has connected since, as when a process has died."""
+        self.db.execute(_CUT_SESSIONS, [since])
 
     @property
     def loop(self) -> Loop:

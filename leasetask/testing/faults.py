@@ -379,7 +379,7 @@ class _Stage:
         self._hands: list[Hand] = []
         self._frozen: list[tuple[Hand, Future[int]]] = []
         self._names = ("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[n % 26] for n in itertools.count())
-        self._others = engine.sessions()
+        self._since = engine.server_time()
         self._hung: str | None = None
         self._rounds = 0
 
@@ -417,7 +417,7 @@ class _Stage:
         follows = self._script.next
         if hand.probe.stopped_by.kind == "crash":
             hand.bury()
-            self._engine.cut_sessions(self._others)
+            self._engine.cut_sessions(self._since)
         else:
             self._frozen.append((hand, running))
         if follows is None or follows.kind != "wake":

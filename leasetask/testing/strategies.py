@@ -57,7 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
     def work_and_die(self, point: int) -> None:
         """Run what is due in a worker that dies at a point; its leases run out."""
         self._workers += 1
-        others = self.engine.sessions()
+        since = self.engine.server_time()
         script = Script((Fault("crash", point),), lambda fault: [])
         hand = self.engine.hand(f"worker {self._workers}", script)
         assert hand.probe is not None
@@ -72,7 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         hand.bury()
         hand.cut_transactions()
-        self.engine.cut_sessions(others)
+        self.engine.cut_sessions(since)
         self.engine.advance(LEASE + 1)
         self.engine.sweep()
 

@@ -1,0 +1,209 @@
+"""Which indexes each call of the protocol goes through, and how much of them it reads.
+
+By the counters of the call's own transaction, which are exact: no plan is parsed, no time is taken.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+import pytest
+from conftest import SOAK
+
+Conn = psycopg.Connection[Any]
+
+PLANNERS = 50
+BULK = 200_000 if SOAK else 20_000
+
+# Pending counters hold earlier transactions of the session too, until it flushes them at a
+# transaction's end: what counts is the difference.
+_COUNTERS = """
+select c.relname, c.relkind = 'r', pg_stat_get_xact_numscans(c.oid)::int,
+       pg_stat_get_xact_tuples_returned(c.oid)::int
+from pg_class c join pg_namespace s on s.oid = c.relnamespace
+left join pg_index i on i.indexrelid = c.oid
+where s.nspname = 'leasetask' and c.relkind in ('r', 'i')
+  and coalesce(i.indrelid, c.oid) in (
+    'leasetask.task'::regclass, 'leasetask.task_step'::regclass, 'leasetask.task_signal'::regclass)"""
+
+
+@dataclass
+class Reads:
+    """What one transaction read: entries by index, and the tables it scanned from end to end."""
+
+    indexes: dict[str, int] = field(default_factory=dict)
+    scanned: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def reads(conn: Conn) -> Iterator[Reads]:
+    """Count what the block reads; what it writes is rolled back."""
+    found = Reads()
+    with conn.transaction(force_rollback=True):
+        before = conn.execute(_COUNTERS).fetchall()
+        yield found
+        after = conn.execute(_COUNTERS).fetchall()
+    for (name, is_table, scans, entries), now in zip(sorted(before), sorted(after), strict=True):
+        if now[2] > scans and is_table:
+            found.scanned.add(name)
+        elif now[2] > scans:
+            found.indexes[name] = now[3] - entries
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tasks that a worker holds, and one that waits."""
+
+    ids: list[str]
+    tokens: list[str]
+    waiter: str
+
+
+def fill(db: Conn, n: int) -> Held:
+    """n each of ready, future, finished, and ready of a kind nobody runs, ahead of all others."""
+    db.execute("alter table leasetask.task set (autovacuum_enabled = off)")
+    db.execute("alter table leasetask.task_signal set (autovacuum_enabled = off)")
+    db.execute("analyze leasetask.task, leasetask.task_signal")  # as a new database knows them: empty
+    add(db, n, "work", "0")
+    add(db, n, "work", "1 day")
+    add(db, n, "nobody-runs-it", "-1 day", priority=-5)
+    db.execute(
+        "insert into leasetask.task (id, kind, handler_version, idempotency_key, input, status, finished_at)"
+        " select gen_random_uuid(), 'work', 1, 'done-' || i, '1', 'succeeded', now() - interval '40 days'"
+        " from generate_series(1, %s) i",
+        [n],
+    )
+    db.execute("select leasetask.signal('elsewhere-' || i) from generate_series(1, 200) i")
+    rows = claim(db, 20)
+    ids, tokens = [row[0] for row in rows], [row[1] for row in rows]
+    suspend(db, ids[:1], tokens[:1])
+    return Held(ids[1:], tokens[1:], ids[0])
+
+
+def add(db: Conn, n: int, kind: str, due: str, *, priority: int = 0) -> None:
+    """Tasks that become due after an interval."""
+    db.execute(
+        "select count(*) from leasetask.enqueue_many(%s, array(select to_jsonb(i) from"
+        " generate_series(1, %s::int) i), at => now() + %s::interval, priority => %s::smallint)",
+        [kind, n, due, priority],
+    )
+
+
+def claim(db: Conn, n: int, **lanes: Any) -> list[tuple[Any, ...]]:
+    """Claim, as a worker does; with lanes, from where the last claim began."""
+    query = "select id::text, lease_token::text, next_run_at from leasetask.claim('w', %s, %s, %s, '1 hour'"
+    if not lanes:
+        return db.execute(query + ")", [["work"], [1], n]).fetchall()
+    query += ", false, array[0]::smallint[], %s::timestamptz[])"
+    return db.execute(query, [["work"], [1], n, [lanes["since"]]]).fetchall()
+
+
+def suspend(db: Conn, ids: list[str], tokens: list[str]) -> None:
+    db.execute(
+        "select leasetask.suspend(%s::uuid[], %s::uuid[], array['signal'], array['wait'], array[1],"
+        " array['topic'], array[1000.0]::float8[], null, null)",
+        [ids, tokens],
+    )
+
+
+def calls(held: Held) -> dict[str, tuple[str, list[Any]]]:
+    """Every call that workers and producers make often, with its parameters."""
+    both = [held.ids, held.tokens]
+    one = [held.ids[:1], held.tokens[:1]]
+    patches = ['{"a": {"n": 1, "ok": 1}}'] * len(held.ids)
+    return {
+        "enqueue": ("select * from leasetask.enqueue_many('work', array['1', '2']::jsonb[], array['a', 'b'])", []),
+        "enqueue again": ("select * from leasetask.enqueue_many('work', array['1']::jsonb[], array['done-7'])", []),
+        "claim": ("select * from leasetask.claim('w', array['work'], array[1], 10, '1 hour')", []),
+        "claim on": (
+            "select * from leasetask.claim('w', array['work'], array[1], 10, '1 hour', false,"
+            " array[0]::smallint[], array[now() - interval '1 hour'])",
+            [],
+        ),
+        "heartbeat": ("select * from leasetask.heartbeat(%s::uuid[], %s::uuid[], '1 hour')", both),
+        "checkpoint": (
+            "select * from leasetask.checkpoint(%s::uuid[], %s::uuid[], %s::jsonb[], '1 hour')",
+            [*both, patches],
+        ),
+        "note": ("select * from leasetask.note(%s::uuid[], %s::uuid[], %s::jsonb[], '1 hour')", [*both, patches]),
+        "finish": ("select * from leasetask.finish(%s::uuid[], %s::uuid[], %s::jsonb[])", [*both, patches]),
+        "release": ("select * from leasetask.release(%s::uuid[], %s::uuid[])", both),
+        "fail": (
+            "select * from leasetask.fail(%s::uuid[], %s::uuid[], %s::jsonb[], array_fill(true, array[19]))",
+            [*both, patches],
+        ),
+        "suspend": (
+            "select leasetask.suspend(%s::uuid[], %s::uuid[], array['signal'], array['wait'], array[1],"
+            " array['topic'], array[1000.0]::float8[], null, null)",
+            one,
+        ),
+        "deliver": ("select * from leasetask.deliver(array['topic'])", []),
+        "look for topics": ("select * from leasetask.undelivered_topics()", []),
+        "cancel": ("select leasetask.cancel(%s::uuid)", [held.waiter]),
+        "sweep": ("select * from leasetask.sweep()", []),
+        "prune": ("select leasetask.prune()", []),
+    }
+
+
+BY_ID = {"task_pkey"}
+EXPECTED = {
+    "enqueue": BY_ID,
+    "enqueue again": {"task_kind_and_key_are_unique"},
+    "claim": {"task_ready", "task_pkey"},
+    "claim on": {"task_ready", "task_pkey"},
+    "heartbeat": BY_ID,
+    "checkpoint": BY_ID,
+    "note": BY_ID,
+    "finish": BY_ID,
+    "release": BY_ID,
+    "fail": BY_ID,
+    "suspend": BY_ID,
+    "deliver": {"task_waiting_for_topic", "task_undelivered", "signal_unconsumed", "signal_sticky", "signal_undelivered"},
+    "look for topics": {"task_undelivered", "signal_undelivered"},
+    "cancel": BY_ID,
+    "sweep": {"task_running", "task_deadline"},
+    "prune": {"task_finished", "task_pkey"},
+}
+
+
+def planner(seed: int) -> dict[str, str]:
+    """Settings that somebody may have, or that make the planner think of another machine."""
+    dice = random.Random(seed)
+    switches = ("bitmapscan", "hashjoin", "indexonlyscan", "material", "memoize", "mergejoin", "nestloop", "sort")
+    settings = {f"enable_{name}": dice.choice(("on", "on", "off")) for name in switches}
+    return settings | {
+        "random_page_cost": dice.choice(("0.1", "1.1", "4", "40")),
+        "seq_page_cost": dice.choice(("0.1", "1", "10")),
+        "cpu_tuple_cost": dice.choice(("0.001", "0.01", "0.1")),
+        "cpu_index_tuple_cost": dice.choice(("0.0005", "0.005", "0.5")),
+        "effective_cache_size": dice.choice(("8MB", "4GB", "64GB")),
+        "work_mem": dice.choice(("64kB", "4MB", "256MB")),
+        "plan_cache_mode": dice.choice(("auto", "force_generic_plan", "force_custom_plan")),
+        "default_statistics_target": dice.choice(("10", "100")),
+        "jit": "off",
+    }
+
+
+@pytest.mark.parametrize("statistics", ["of the empty table", "fresh"])
+def test_each_call_keeps_to_its_indexes(db: Conn, statistics: str) -> None:
+    held = fill(db, BULK)
+    if statistics == "fresh":
+        db.execute("analyze leasetask.task, leasetask.task_signal")
+    wrong = []
+    for seed in range(PLANNERS):
+        settings = planner(seed)
+        for name, value in settings.items():
+            db.execute("select set_config(%s, %s, false)", [name, value])
+        db.execute("discard plans")
+        for call, (query, parameters) in calls(held).items():
+            with reads(db) as found:
+                db.execute(query, parameters)  # type: ignore[arg-type]
+            used = {name for name, entries in found.indexes.items() if name != "task_kind_and_key_are_unique" or entries}
+            if found.scanned or not used <= EXPECTED[call] | {"task_pkey"} or max(found.indexes.values(), default=0) > 2500:
+                wrong.append((seed, call, found))
+    assert not wrong, f"{len(wrong)}: {wrong[:3]}"
