@@ -19,6 +19,9 @@ _RESCAN = 0.1
 _SCAN_SHARE = 20
 """A scan that took t seconds is not repeated within this many times t."""
 
+_DEAREST_SCAN = 0.05
+"""A scan counts as no dearer, in seconds: a busy machine must not keep it away for long."""
+
 _FIRST_POLL = 0.005
 """Seconds before the second look at an empty queue; doubles up to the worker's interval."""
 
@@ -90,7 +93,18 @@ class Claimer:
     @property
     def _scan_cost(self) -> float:
         """What a scan costs, in seconds: a slow head stays slow, a cold plan does not."""
-        return min(self._scan_costs)
+        return min(*self._scan_costs, _DEAREST_SCAN)
+
+    async def claim_suspect(self) -> list[Claimed]:
+        """Claim one task that has to be run alone; none if the server is away just now."""
+        query = protocol.claim(self._owner, self._pairs, 1, self._lease, suspects=True)
+        try:
+            rows = await self._link.try_once(query)
+        except Exception as error:
+            if not (is_disconnect(error) or is_transient(error)):
+                raise
+            return []
+        return [protocol.claimed(row) for row in rows if row[0] is not None]
 
     async def settle(self) -> float:
         """Return the seconds to pause before the next claim; become idle or busy on the way."""

@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import psycopg
 from psycopg import errors as pg
 from psycopg.adapt import Loader
@@ -23,6 +22,7 @@ from leasetask.errors import (
     TaskNotFound,
     TaskRefused,
 )
+from leasetask.payload import decode_stored
 from leasetask.protocol import Query
 
 logger = logging.getLogger("leasetask")
@@ -77,7 +77,7 @@ def _adapt(conn: _Connection) -> _Connection:
     mixes prepared statements up between its clients: the callers switch them off then.
     """
     conn.adapters.register_loader("uuid", _TextLoader)
-    set_json_loads(msgspec.json.decode, conn)
+    set_json_loads(decode_stored, conn)
     return conn
 
 

@@ -7,21 +7,21 @@ code that is about to be deployed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NoReturn
 
 from leasetask import registry
 from leasetask.branches import task_factory
 from leasetask.errors import NonDeterminismError, ReplayError
 from leasetask.execution import execute
 from leasetask.journal import Journal, Record
-from leasetask.model import Ack, Checkpoint, Claimed, Fail, Note, Retry
+from leasetask.model import FINISHED, Ack, Checkpoint, Claimed, Fail, Note, Retry
 from leasetask.payload import DEFAULT_LIMIT
 from leasetask.registry import Kind, Registry
-from leasetask.run import Run, Suspended
+from leasetask.run import HandBack, Run, Suspended
 from leasetask.threads import Threads
 
 _PATIENCE = 10.0
@@ -30,7 +30,11 @@ _PATIENCE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a replay needs to know of a task."""
+    """What a replay needs to know of a task.
+
+    Attributes:
+        waits_at: the sleep or wait for a signal that it stands at: the next to be recorded.
+    """
 
     id: str
     kind: str
@@ -41,6 +45,7 @@ class History:
     records: dict[str, Record]
     open_steps: dict[str, Record]
     compensating: str | None = None
+    waits_at: str | None = None
 
 
 def check(kind: Kind, history: History) -> None:
@@ -55,13 +60,22 @@ def check(kind: Kind, history: History) -> None:
         outcome = asyncio.run(_replay(kind, history, threads))
     finally:
         threads.close()
-    if isinstance(outcome, Fail) and outcome.outright:
-        raise _error_of(outcome, history)
-    if isinstance(outcome, Fail) and outcome.error["type"] in (
-        "PayloadError",
-        "ConfigurationError",
-    ):
-        raise _error_of(outcome, history)
+    if isinstance(outcome, Fail) and _breaks(outcome, history):
+        raise ReplayError(
+            f"task {history.id} ({history.kind}, {history.status}) would break: "
+            f"{outcome.error['type']}: {outcome.error['message']}"
+        )
+
+
+def _breaks(outcome: Fail, history: History) -> bool:
+    """Whether a replay's end is the change's doing.
+
+    One that a record or the handler's own decision leads to is not; nor what a task that has failed
+    had raised before.
+    """
+    if outcome.outright or outcome.error["type"] in ("PayloadError", "ConfigurationError"):
+        return True
+    return outcome.retryable and history.status not in FINISHED
 
 
 def replay(handler: Callable[..., Any], history: History | dict[str, Any]) -> None:
@@ -73,8 +87,12 @@ def replay(handler: Callable[..., Any], history: History | dict[str, Any]) -> No
 
     Raises:
         ReplayError: it does not.
+        ValueError: that is no history.
     """
-    known = history if isinstance(history, History) else History(**history)
+    try:
+        known = history if isinstance(history, History) else History(**history)
+    except TypeError as error:
+        raise ValueError(f"not what `leasetask export` writes: {error}") from None
     kind = registry.declare(
         handler,
         name=known.kind,
@@ -94,7 +112,8 @@ async def _replay(kind: Kind, history: History, threads: Threads) -> Any:
     loop = asyncio.get_running_loop()
     loop.set_task_factory(task_factory)
     now = datetime.now(UTC)
-    run = Run(
+    edge = _Edge()
+    run = edge.run = Run(
         claimed=Claimed(
             id=history.id,
             kind=history.kind,
@@ -118,16 +137,15 @@ async def _replay(kind: Kind, history: History, threads: Threads) -> Any:
             last_error=None,
         ),
         kind=kind,
-        journal=Journal(dict(history.records), dict(history.open_steps)),
-        port=_Nowhere(),
-        transactions=_NoTransactions(),
+        journal=_Journal(history),
+        port=edge,
+        observer=edge,
+        transactions=edge,
         registry=Registry(),
         loop=loop,
         payload_limit=DEFAULT_LIMIT,
         lease=_PATIENCE,
         lease_ends=float("inf"),
-        # As at a shutdown: whatever is not recorded must not start.
-        handing_back=True,
     )
     with suppress(TimeoutError):
         async with asyncio.timeout(_PATIENCE):
@@ -137,26 +155,65 @@ async def _replay(kind: Kind, history: History, threads: Threads) -> Any:
     )
 
 
-def _error_of(outcome: Fail, history: History) -> ReplayError:
-    return ReplayError(
-        f"task {history.id} ({history.kind}, {history.status}) would break: "
-        f"{outcome.error['type']}: {outcome.error['message']}"
-    )
+class _Journal(Journal):
+    """The records, and the wait that the task stands at: it has to be asked for like them."""
+
+    def __init__(self, history: History) -> None:
+        records = dict(history.records)
+        if history.waits_at is not None:
+            last = max((int(record["n"]) for record in records.values()), default=0)
+            records[history.waits_at] = {"n": last + 1}
+        super().__init__(records, dict(history.open_steps))
+        self._waits_at = history.waits_at
+
+    def ask(self, name: str) -> Record | None:
+        """As in a run; what the wait will bring is not recorded yet."""
+        record = super().ask(name)
+        return None if name == self._waits_at else record
 
 
-class _Nowhere:
+class _Edge:
+    """Where the records end: no body starts, nothing is committed, the replay is over."""
+
+    keeper = None
+    run: Run
+
+    def block(self, what: str, name: str) -> None:
+        """A sync handler would run a body; at a wait it unwinds by itself."""
+        if what != "at the wait":
+            self._leave()
+
+    async def wait(self, what: str, name: str) -> None:
+        """A coroutine would run one."""
+        if what != "at the wait":
+            await self._stand()
+
     async def send(self, run: Run, request: Checkpoint | Note) -> Ack:
-        raise Suspended
+        """It would commit an effect's start, or register a compensation."""
+        return await self._stand()
 
     async def snapshot(self) -> str:
+        """It would look into the business database."""
+        return await self._stand()
+
+    def open(self, isolation: Any) -> NoReturn:
+        """It would begin a business transaction."""
+        self._leave()
+
+    @asynccontextmanager
+    async def open_async(self, isolation: Any) -> AsyncIterator[Any]:
+        """It would begin one."""
+        yield await self._stand()
+
+    def _leave(self) -> NoReturn:
+        self.run.park(HandBack())
         raise Suspended
 
-
-class _NoTransactions:
-    keeper = None
-
-    def open(self, isolation: Any) -> Any:
-        raise Suspended
-
-    def open_async(self, isolation: Any) -> Any:
-        raise Suspended
+    async def _stand(self) -> NoReturn:
+        """Async handlers never unwind: the other branches may still ask for what is recorded."""
+        if not self.run.kind.is_async:
+            self._leave()
+        assert self.run.branches is not None
+        self.run.parked.append(HandBack())
+        await self.run.branches.stand()
+        raise AssertionError("a stand never returns")

@@ -17,6 +17,9 @@ logger = logging.getLogger("leasetask")
 
 DELIVER_EVERY = 1.0
 DECLARE_EVERY = 60.0
+SUSPECTS_EVERY = 5.0
+"""Seconds between these chores; suspects that this worker's own sweep finds are seen to at once."""
+
 SWEEP_BATCH = 1000
 _BUSY_AGAIN = 0.05
 """Seconds before a topic whose rows somebody held is tried again."""
@@ -43,6 +46,7 @@ class Maintenance:
         self._topics: set[str] = set()
         self._wake = asyncio.Event()
         self._look = True
+        self._suspected = False
 
     def deliver_soon(self, topic: str) -> None:
         """A suspension on this topic has committed: its signal may be there already."""
@@ -56,7 +60,7 @@ class Maintenance:
 
     async def serve(self) -> None:
         """Do the chores, for ever."""
-        due = dict.fromkeys(("look", "sweep", "declare"), 0.0)
+        due = dict.fromkeys(("look", "sweep", "suspects", "declare"), 0.0)
         while True:
             now = time.monotonic()
             try:
@@ -68,15 +72,19 @@ class Maintenance:
                     due["look"] = now + DELIVER_EVERY
                     self._topics.update(r[0] for r in await self._link.ask(protocol.UNDELIVERED))
                 again = await self._deliver()
-                if self._sweeps and now >= due["sweep"]:
-                    # Behind a snapshot that is held open a sweep walks dead entries: keep its share small.
-                    cost = await self._sweep()
-                    due["sweep"] = now + max(self._sweep_every, 20 * cost)
+                if now >= due["sweep"]:
+                    # Behind a snapshot that is held open a sweep walks dead entries: bound its share.
+                    cost = await self._sweep() if self._sweeps else 0.0
+                    due["sweep"] = now + max(self._sweep_every, 4 * cost)
+                if self._suspected or now >= due["suspects"]:
+                    self._suspected = False
+                    due["suspects"] = now + SUSPECTS_EVERY
+                    await self._look_for_suspects()
             except Exception as error:
                 if not (is_disconnect(error) or is_transient(error)):
                     raise
                 again = True
-            pause = min(due["look"], due["sweep"] if self._sweeps else due["look"])
+            pause = min(due["look"], due["sweep"])
             await self._sleep(_BUSY_AGAIN if again else pause - time.monotonic())
 
     async def _sleep(self, seconds: float) -> None:
@@ -102,11 +110,14 @@ class Maintenance:
                 logger.error("sweep: task %s (%s): %s", swept.id, swept.kind, swept.error)
             else:
                 logger.warning("sweep: task %s (%s): %s", swept.id, swept.kind, swept.outcome)
+                self._suspected = self._suspected or swept.outcome == "suspect"
+        return time.monotonic() - began
+
+    async def _look_for_suspects(self) -> None:
         if self._on_suspects is not None and self._pairs:
             found = await self._link.ask(protocol.suspects(self._pairs))
             if found[0][0]:
                 await self._on_suspects()
-        return time.monotonic() - began
 
 
 async def sweep_all(

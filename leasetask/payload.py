@@ -11,6 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import msgspec
@@ -41,7 +42,7 @@ def encode(value: object, type_: Any = Any, *, what: str, limit: int = DEFAULT_L
         try:
             plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_to_plain)
             _convert(plain, type_)
-        except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
+        except Exception as error:  # also whatever a type's own constructor raises
             raise PayloadError(f"{what} does not fit {_name(type_)}: {error}") from error
     try:
         encoded = msgspec.json.encode(_exact(plain, "$", what, type_ is not Any))
@@ -70,12 +71,40 @@ def convert(plain: object, type_: Any, *, what: str) -> Any:
     Raises:
         PayloadError: it does not fit; the message names the path.
     """
+    readable(plain)
     if type_ is Any:
         return plain
     try:
         return _convert(plain, type_)
-    except (msgspec.ValidationError, TypeError, ValueError) as error:
+    except Exception as error:  # also whatever a type's own constructor raises
         raise PayloadError(f"{what} does not fit {_name(type_)}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stored JSON that PostgreSQL takes and Python does not: too deep, or a number out of range."""
+
+    text: str
+    reason: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def decode_stored(data: bytes | str) -> Any:
+    """Decode JSON from the database; what cannot be is kept aside, for it must harm nobody else."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        text = data if isinstance(data, str) else bytes(data).decode("utf-8", "replace")
+        return Unreadable(text, f"{type(error).__name__}: {error}")
+
+
+def readable(plain: Any) -> Any:
+    """Return decoded JSON, or refuse what could not be decoded; raises PayloadError."""
+    if isinstance(plain, Unreadable):
+        raise PayloadError(f"stored JSON cannot be read: {plain.reason}")
+    return plain
 
 
 def fingerprint(args: tuple[object, ...], kwargs: dict[str, object]) -> str | None:

@@ -23,7 +23,7 @@ from leasetask.branches import task_factory
 from leasetask.claimer import Claimer
 from leasetask.committer import Committer
 from leasetask.connection import is_disconnect, is_transient
-from leasetask.errors import ConfigurationError, LeaseLost, WorkerError
+from leasetask.errors import ConfigurationError, LeaseLost, PayloadError, WorkerError
 from leasetask.execution import execute
 from leasetask.heartbeat import Heartbeat, Watchdog
 from leasetask.journal import Journal
@@ -31,7 +31,7 @@ from leasetask.link import Link
 from leasetask.listener import listen
 from leasetask.maintenance import Maintenance
 from leasetask.model import LONGEST, Ack, Claimed, Completed, Fail, Lost, Outcome, Release, Suspend
-from leasetask.payload import DEFAULT_LIMIT
+from leasetask.payload import DEFAULT_LIMIT, readable
 from leasetask.protocol import Item
 from leasetask.registry import Registry
 from leasetask.run import Run
@@ -116,6 +116,7 @@ class Worker:
         self._stop_requested = False
         self._hurry = False
         self._fatal: BaseException | None = None
+        self._suspects_wait = False
         self._child: subprocess.Popen[bytes] | None = None
         self.started = False
 
@@ -239,6 +240,9 @@ class Worker:
             suspects=self._options.alone,
         )
         while not self._stop_requested:
+            if self._suspects_wait:
+                await self._run_one_suspect(claimer)
+                continue
             free = self._free_slots()
             if free < 1 or not self._heartbeat.healthy:
                 await self._pause(self._options.poll_interval if free < 1 else 0.1)
@@ -275,7 +279,7 @@ class Worker:
         return Run(
             claimed=claimed,
             kind=kind,
-            journal=Journal(claimed.state, claimed.open_steps),
+            journal=Journal({}, {}),
             port=self._committer,
             transactions=self._transactions,
             registry=self._registry,
@@ -298,10 +302,7 @@ class Worker:
 
     async def _run(self, run: Run) -> None:
         try:
-            if run.claimed.stored_steps:
-                rows = await self._claims.ask(protocol.stored_steps(run.claimed.id))
-                run.journal = Journal(rows[0][0], run.claimed.open_steps)
-            outcome = Release() if run.handing_back else await execute(run, self._threads)
+            outcome = await self._outcome_of(run)
             self._ending += 1
             self._wake.set()
             try:
@@ -311,6 +312,22 @@ class Worker:
         finally:
             del self._runs[run.claimed.token]
             self._wake.set()
+
+    async def _outcome_of(self, run: Run) -> Outcome:
+        """Run the handler; whatever goes wrong around it is a failure of this task alone."""
+        if run.handing_back:
+            return Release()
+        claimed = run.claimed
+        try:
+            records = claimed.state
+            if claimed.stored_steps:
+                records = (await self._claims.ask(protocol.stored_steps(claimed.id)))[0][0]
+            run.journal = Journal(readable(records), readable(claimed.open_steps))
+            return await execute(run, self._threads)
+        except Exception as error:
+            logger.exception("%s: cannot be run", run.label)
+            retryable = not isinstance(error, PayloadError)
+            return Fail(describe(error, run.attempt), retryable=retryable, outright=not retryable)
 
     async def _end(self, run: Run, outcome: Outcome) -> None:
         if isinstance(outcome, Lost):
@@ -388,15 +405,28 @@ class Worker:
             if status > 0:
                 logger.error("the child that runs suspects alone ended with status %d", status)
         if self._options.spec is None:
-            logger.warning(
-                "tasks wait to be run alone, but this worker cannot tell a child process how to "
-                "import its App; run `leasetask worker MODULE:APP`"
-            )
+            # No child could import this App: once this worker is empty, it runs them itself.
+            self._suspects_wait = True
+            self._wake.set()
             return
         command = [sys.executable, "-m", "leasetask", "worker", self._options.spec, "--alone"]
         command += ["--lease", str(self._options.lease)]
         environment = {**os.environ, "LEASETASK_DSN": self._dsn}
         self._child = subprocess.Popen(command, env=environment)
+
+    async def _run_one_suspect(self, claimer: Claimer) -> None:
+        """Let what runs end, then run one suspect and nothing beside it."""
+        while self._runs and not self._stop_requested:
+            self._wake.clear()
+            await self._pause(self._options.poll_interval)
+        self._suspects_wait = False
+        if not self._stop_requested:
+            sent_at = time.monotonic()
+            for claimed in await claimer.claim_suspect():
+                self._start(self._run_of(claimed, sent_at))
+        while self._runs and not self._stop_requested:
+            self._wake.clear()
+            await self._pause(self._options.poll_interval)
 
     # --- the end -------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ def ask(dsn: str, call: client.Call[client.T], task_id: str | None = None) -> cl
 
 def emit(value: Any, as_json: bool, text: str) -> None:
     """Print a value as JSON, or its text."""
-    click.echo(msgspec.json.encode(value).decode() if as_json else text)
+    click.echo(msgspec.json.encode(value, enc_hook=str).decode() if as_json else text)
 
 
 def parse_json(text: str, what: str) -> Any:
