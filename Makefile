@@ -13,7 +13,7 @@ $(READY): pyproject.toml
 	touch $@
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 4
 
 demo: $(READY)
 	$(BIN)/leasetask demo
@@ -25,7 +25,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 soak: $(READY)
-	LEASETASK_SOAK=1 $(BIN)/pytest
+	LEASETASK_SOAK=1 $(BIN)/pytest -n 2
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

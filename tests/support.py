@@ -162,6 +162,7 @@ class WorkerProcess:
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
+        """SIGCONT; nothing happens to one that has ended."""
         self._process.send_signal(signal.SIGCONT)
 
     def terminate(self) -> None:
@@ -233,7 +234,15 @@ class Fleet:
 
     def start(self, app: str, *options: str, lease: float = 1.0) -> WorkerProcess:
         """Start a worker for the App in `apps/<app>.py`."""
-        command = [COMMAND, "worker", f"{APPS / app}.py:app", "--lease", str(lease), *options]
+        return self._run(
+            [COMMAND, "worker", f"{APPS / app}.py:app", "--lease", str(lease), *options]
+        )
+
+    def run(self, program: str) -> WorkerProcess:
+        """Run `apps/<program>.py`, which starts its worker itself."""
+        return self._run([sys.executable, APPS / f"{program}.py"])
+
+    def _run(self, command: Sequence[str | Path]) -> WorkerProcess:
         log = self.folder / f"worker-{len(self._workers)}.log"
         worker = WorkerProcess(command, self._env, log)
         self._workers.append(worker)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ import pytest
 from conftest import SOAK
 from support import (
     Fleet,
+    WorkerProcess,
     column,
     enqueue,
+    pass_time,
     statuses,
     wait_for_end,
     wait_for_status,
@@ -151,6 +155,19 @@ def test_h12_suspects_are_run_also_where_cron_sweeps(db: Db, fleet: Fleet) -> No
     assert fleet.ledger.entries("begins")[0].pid != worker.pid
 
 
+def test_h12_a_program_that_cannot_be_imported_again(db: Db, fleet: Fleet) -> None:
+    """H12: one that starts its worker at top level; its suspects run all the same.
+
+    Importing it to run them alone must not start another worker, which would import it again.
+    """
+    task = enqueue(db, "odd")
+    db.execute("update leasetask.task set suspect = true where id = %s", [task])
+    fleet.run("unguarded")
+    wait_for_status(db, task, "succeeded")
+    assert fleet.ledger.count("odd") == 1
+    assert fleet.ledger.count("imported") <= 2
+
+
 # --- SIGSTOP -------------------------------------------------------------------------------------
 
 FROZEN = {
@@ -210,6 +227,53 @@ def test_a_worker_that_claims_again_what_it_lost_keeps_it(db: Db, fleet: Fleet) 
     assert column(db, "result", task) == "run 2"
     assert column(db, "runs", task) == 2
     assert "died" not in worker.log
+
+
+def test_workers_die_freeze_and_stop_at_random(db: Db, fleet: Fleet) -> None:
+    """H02, H12, H15, H17 together: three workers are killed, frozen, stopped and started again.
+
+    Every task comes to the same result, each signal is consumed once, no budget is overspent; a
+    step's body runs again only where its worker was taken away while it ran.
+    """
+    rng = random.Random(17)
+    seconds, number = (60.0, 1000) if SOAK else (4.0, 100)
+    for n in range(number):
+        kind = rng.choice(("walk", "walk_async"))
+        enqueue(db, kind, n, max_attempts=3, delay=rng.uniform(0, seconds * 0.8))
+    unsent = list(range(number))
+    rng.shuffle(unsent)
+
+    def start() -> WorkerProcess:
+        return fleet.start("recovery", "--grace", rng.choice(("0", "1")), lease=LEASE)
+
+    workers = [start() for _ in range(3)]
+    troubles = 0
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass_time(rng.uniform(0.05, 0.5))
+        for n in unsent[-number // 10 :]:
+            db.execute("select leasetask.signal('walk-' || %s, '2')", [n])
+            unsent.pop()
+        place = rng.randrange(3)
+        trouble = rng.choice(("kill", "terminate", "freeze", "thaw"))
+        getattr(workers[place], trouble)()
+        if trouble in ("kill", "terminate"):
+            workers[place].thaw()
+            workers[place] = start()
+            troubles += 1
+    for worker in workers:
+        worker.thaw()
+    for n in unsent:
+        db.execute("select leasetask.signal('walk-' || %s, '2')", [n])
+    assert wait_for_end(db, 60) == {"succeeded": number}
+    odd = db.execute("select id from leasetask.task where result <> '[0, 1, 2, 3, 4]'").fetchall()
+    assert odd == []
+    row = db.execute("select count(*) from leasetask.task_signal where consumed_by is null")
+    assert row.fetchone() == (0,)
+    bodies = Counter(entry.what for entry in fleet.ledger.entries())
+    assert len(bodies) == 4 * number
+    again = sum(times - 1 for times in bodies.values())
+    assert again <= 40 * (troubles + 1)
 
 
 # --- busy past the lease ------------------------------------------------------------------------

@@ -156,3 +156,37 @@ def short_lease(ctx: Context, seconds: float) -> str:
     time.sleep(seconds)
     note("ends")
     return "slept"
+
+
+# --- one step after the other --------------------------------------------------------------------
+
+
+@app.task
+def walk(ctx: Context, number: int) -> list[int]:
+    """Steps, a sleep and a signal; each body notes that it ran."""
+    steps = [ctx.step(f"step-{n}", _walk, number, n) for n in (0, 1)]
+    ctx.sleep(0.05)
+    steps.append(ctx.wait_signal(f"walk-{number}"))
+    return steps + [ctx.step(f"step-{n}", _walk, number, n) for n in (3, 4)]
+
+
+def _walk(number: int, step: int) -> int:
+    note(f"walk {number}: {step}")
+    time.sleep(0.01)
+    return step
+
+
+@app.task
+async def walk_async(ctx: AsyncContext, number: int) -> list[int]:
+    """The same, two steps at a time."""
+    first = await asyncio.gather(*(ctx.step(f"step-{n}", _walk_async, number, n) for n in (0, 1)))
+    await ctx.sleep(0.05)
+    signal = await ctx.wait_signal(f"walk-{number}")
+    last = await asyncio.gather(*(ctx.step(f"step-{n}", _walk_async, number, n) for n in (3, 4)))
+    return [*first, signal, *last]
+
+
+async def _walk_async(number: int, step: int) -> int:
+    note(f"walk {number}: {step}")
+    await asyncio.sleep(0.01)
+    return step

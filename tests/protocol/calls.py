@@ -31,6 +31,16 @@ $$
 """
 """Replaces the server's clock: each session sees the time that it was told."""
 
+_TABLES = ("task", "task_step", "task_signal", "kind", "lost_owner", "idle_worker")
+CLEAR = "".join(f"delete from leasetask.{table};" for table in reversed(_TABLES))
+_SAVE = "".join(
+    f"drop table if exists saved_{table}; create temp table saved_{table} as table leasetask.{table};"
+    for table in _TABLES
+)
+_RESTORE = CLEAR + "".join(
+    f"insert into leasetask.{table} table saved_{table};" for table in _TABLES
+)
+
 _SIGNATURES = """
 select p.proname, p.proargnames[1:p.pronargs],
        array(select t::regtype::text from unnest(p.proargtypes) with ordinality as u (t, o) order by o)
@@ -79,6 +89,7 @@ class Session:
             name: dict(zip(names or [], types, strict=True))
             for name, names, types in conn.execute(_SIGNATURES).fetchall()
         }
+        self._seconds: float | None = None
         if seconds is not None:
             self.at(seconds)
 
@@ -89,6 +100,9 @@ class Session:
 
     def at(self, seconds: float) -> None:
         """Move this session's clock to so many seconds after START."""
+        if seconds == self._seconds:
+            return
+        self._seconds = seconds
         now = (START + timedelta(seconds=seconds)).isoformat()
         self.conn.execute("select set_config('leasetask_test.now', %s, false)", [now])
 
@@ -232,11 +246,15 @@ class Session:
 
     def clear(self) -> None:
         """Forget every task and signal; a delete is cheaper than a truncate on tables this small."""
-        self.conn.execute(
-            "delete from leasetask.task_step; delete from leasetask.task;"
-            "delete from leasetask.task_signal; delete from leasetask.kind;"
-            "delete from leasetask.lost_owner; delete from leasetask.idle_worker"
-        )
+        self.do(CLEAR)
+
+    def save(self) -> None:
+        """Keep what is there, for `restore` on this connection."""
+        self.do(_SAVE)
+
+    def restore(self) -> None:
+        """Put back what was saved, and nothing else."""
+        self.do(_RESTORE)
 
 
 def scratch(dsn: str) -> Session:

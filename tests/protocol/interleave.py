@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
-
 from calls import CLOCK, Session, scratch
+
 from leasetask.testing.server import Databases
 
 READ_COMMITTED = "read committed"
@@ -155,9 +155,8 @@ class _Player:
 
     def stop(self) -> None:
         if self.actor.gates:
-            self.session.do("reset role")
             self.session.do(
-                "select set_config('gate.actor', '', false), pg_advisory_unlock_all()"
+                "reset role; select set_config('gate.actor', '', false), pg_advisory_unlock_all()"
             )
 
     def submit(self) -> None:
@@ -242,10 +241,14 @@ class Explorer:
         Raises:
             ScheduleFailed: one did not hold; the message tells the order.
         """
+        self.session.clear()
+        self.session.at(0)
+        memory = program.prepare(self.session)
+        self.session.save()
         choices: list[int] = []
         for count in itertools.count(1):
             try:
-                trace = self._run(program, choices)
+                trace = self._run(program, dict(memory), choices)
             except BaseException:
                 self._dismiss()
                 raise
@@ -258,14 +261,14 @@ class Explorer:
             choices[-1] = enabled[enabled.index(choices[-1]) + 1]
         raise AssertionError("unreachable")
 
-    def _run(self, program: Program, choices: Sequence[int]) -> list[tuple[int, list[int]]]:
+    def _run(
+        self, program: Program, memory: Memory, choices: Sequence[int]
+    ) -> list[tuple[int, list[int]]]:
         """Run one order: the given choices, then always the first. Return what could be chosen."""
         self._runs += 1
-        self.session.clear()
         if self._runs % _TRUNCATE_EVERY == 0:
             self.session.do("truncate leasetask.task, leasetask.task_step, leasetask.task_signal")
-        self.session.at(0)
-        memory = program.prepare(self.session)
+        self.session.restore()
         players = self._cast(program.actors)
         for player, actor in zip(players, program.actors, strict=True):
             player.start(actor, memory)
@@ -430,7 +433,7 @@ def _with_stops(function: re.Match[str]) -> str:
         if boundary and code and not _CLOSES.match(code):
             lines.append(f"{' ' * (len(code) - len(code.lstrip()))}assert gate.stop('{name}');")
         if code:
-            boundary = code.endswith(";") or bool(_OPENS.search(code)) and not _in_case(code)
+            boundary = code.endswith(";") or (bool(_OPENS.search(code)) and not _in_case(code))
         lines.append(line)
     return f"create or replace function leasetask.{name}({head}\n" + "\n".join(lines) + "\nend $$;"
 
