@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import time
@@ -17,12 +18,12 @@ from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from leasetask import client, hosts, protocol, registry
 from leasetask.connection import CONNECT_TIMEOUT, dsn_or_environment, unavailable
-from leasetask.errors import LeaseTaskError
+from leasetask.errors import ConfigurationError, LeaseTaskError
 from leasetask.model import Enqueued, Retry, TaskView
 from leasetask.payload import DEFAULT_LIMIT
 from leasetask.protocol import KindPolicy, Query
 from leasetask.registry import Kind, Registry
-from leasetask.worker import DEFAULT_ROLES, Worker, WorkerOptions
+from leasetask.worker import ALONE, DEFAULT_ROLES, Worker, WorkerOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 Target = Callable[..., Any] | str
@@ -442,6 +443,11 @@ class App:
         """
         from leasetask import schema  # noqa: PLC0415  # only workers check it
 
+        if os.environ.get(ALONE):
+            raise ConfigurationError(
+                "app.start() was called while the module was imported to run a suspect task alone; "
+                'put it under `if __name__ == "__main__":`'
+            )
         schema.check(self.dsn)
         options = WorkerOptions(
             concurrency=concurrency,

@@ -222,7 +222,8 @@ def get(task_id: str) -> Query:
 
 _HISTORY: LiteralString = """
 select t.id::text, t.kind, t.handler_version, t.idempotency_key, t.status, t.input,
-  leasetask.recorded_steps(t.id), t.open_steps, t.compensating
+  leasetask.recorded_steps(t.id), t.open_steps, t.compensating,
+  case when t.wait_mode in ('sleep', 'signal') then t.wait_name end
 from leasetask.task t"""
 
 

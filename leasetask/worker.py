@@ -45,6 +45,9 @@ logger = logging.getLogger("leasetask")
 ROLES = ("worker", "sweep", "outbox")
 DEFAULT_ROLES = ("worker", "sweep")
 
+ALONE = "LEASETASK_ALONE"
+"""In the environment of a child that imports the App to run suspects alone."""
+
 _UNWIND = 1.0
 """Seconds that handlers get to unwind once the grace is over."""
 
@@ -117,6 +120,7 @@ class Worker:
         self._hurry = False
         self._fatal: BaseException | None = None
         self._suspects_wait = False
+        self._child_is_of_use = True
         self._child: subprocess.Popen[bytes] | None = None
         self.started = False
 
@@ -265,6 +269,8 @@ class Worker:
         claim is under way meanwhile; of those there may be as many again.
         """
         most = self._options.concurrency - self._lost_threads
+        if self._options.alone:
+            return most - len(self._runs)
         return min(most - (len(self._runs) - self._ending), 2 * most - len(self._runs))
 
     async def _pause(self, seconds: float) -> None:
@@ -404,14 +410,15 @@ class Worker:
                 return
             if status > 0:
                 logger.error("the child that runs suspects alone ended with status %d", status)
-        if self._options.spec is None:
+                self._child_is_of_use = False
+        if self._options.spec is None or not self._child_is_of_use:
             # No child could import this App: once this worker is empty, it runs them itself.
             self._suspects_wait = True
             self._wake.set()
             return
         command = [sys.executable, "-m", "leasetask", "worker", self._options.spec, "--alone"]
         command += ["--lease", str(self._options.lease)]
-        environment = {**os.environ, "LEASETASK_DSN": self._dsn}
+        environment = {**os.environ, "LEASETASK_DSN": self._dsn, ALONE: "1"}
         self._child = subprocess.Popen(command, env=environment)
 
     async def _run_one_suspect(self, claimer: Claimer) -> None:
