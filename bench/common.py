@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from statistics import median
 
-from bench.engine import Adapter, Engine
+from bench.engine import Adapter, Engine, WorkerProcess
 from bench.floor import BATCHED, COPY, INSERT, STATE_BATCHED, STATE_ONE
 from bench.lab import Case, Lab, Sample, percentile, wait_until
 from bench.meter import Meter
@@ -51,18 +51,18 @@ def adapted(lab: Lab, engine: Engine, interpreter: Sequence[str]) -> Iterator[tu
         yield dsn, adapter
 
 
-Adapted = Callable[[], "contextmanager[tuple[str, Adapter]]"]
+Adapted = Callable[[], AbstractContextManager[tuple[str, Adapter]]]
 
 
 def drain(
     lab: Lab,
-    adapted: Callable[..., object],
+    adapted: Adapted,
     kind: str,
     n: int,
     *,
     units: int = 1,
-    prepare: Callable[[str], None] | None = None,
-    aside: int = 0,
+    prepare: Callable[[str], object] | None = None,
+    watch: Callable[[Adapter], Callable[[], bool]] | None = None,
     workers: int = 1,
     **variables: str,
 ) -> Sample:
@@ -71,20 +71,22 @@ def drain(
     Args:
         units: of work in each task.
         prepare: changes the database before the tasks are enqueued.
-        aside: tasks that `prepare` left unfinished and nobody is to run.
+        watch: gives the function that tells whether all are done, for databases in which counting
+            what is left would cost much.
     """
-    with adapted() as (dsn, adapter), Meter(lab.server, dsn) as meter:  # type: ignore[attr-defined]
+    with adapted() as (dsn, adapter), Meter(lab.server, dsn) as meter:
         if prepare is not None:
             prepare(dsn)
         adapter.ask("enqueue", kind, n)
         meter.value("/* observer */ select count(*) from (select pg_stat_statements_reset()) r")
         settle(adapter)
+        done = watch(adapter) if watch is not None else partial(none_left, adapter)
         rows = meter.rows()
         processes = [adapter.start(**variables) for _ in range(workers)]
         try:
             wait_until(lambda: alive(processes) and adapter.marks("first"), 60, "the first task")
             began = meter.read([p.pid for p in processes])
-            wait_until(lambda: alive(processes) and left(adapter) <= aside, _SLOWEST, "the last task")
+            wait_until(lambda: alive(processes) and done(), _SLOWEST, "the last task")
             ended = meter.read([p.pid for p in processes])
         finally:
             for process in processes:
@@ -94,34 +96,34 @@ def drain(
         return Sample(total / (ended.at - began.at), costs)
 
 
-def alive(processes: Sequence[object]) -> bool:
+def alive(processes: Sequence[WorkerProcess]) -> bool:
     """Raise if a worker has ended; else true."""
     for process in processes:
-        process.check_alive()  # type: ignore[attr-defined]
+        process.check_alive()
     return True
 
 
-def left(adapter: Adapter) -> int:
-    """Count what is left, at most some fifty times a second."""
+def none_left(adapter: Adapter) -> bool:
+    """Look, at most some fifty times a second, whether all tasks are done."""
     time.sleep(0.015)
-    return adapter.tasks_left()
+    return adapter.tasks_left() == 0
 
 
 def settle(adapter: Adapter) -> None:
     """Leave the same state behind for every engine: vacuumed, analyzed, checkpointed."""
-    adapter.left.execute("/* observer */ vacuum analyze")
-    adapter.left.execute("/* observer */ checkpoint")
+    adapter.conn.execute("/* observer */ vacuum analyze")
+    adapter.conn.execute("/* observer */ checkpoint")
 
 
-def long_task(lab: Lab, adapted: Callable[..., object], steps: int) -> Sample:
+def long_task(lab: Lab, adapted: Adapted, steps: int) -> Sample:
     """One task whose steps come one after another; and how its end compares with its beginning."""
-    with adapted() as (dsn, adapter), Meter(lab.server, dsn) as meter:  # type: ignore[attr-defined]
+    with adapted() as (dsn, adapter), Meter(lab.server, dsn) as meter:
         adapter.ask("enqueue", "long", steps)
         rows = meter.rows()
         with adapter.start() as process:
             wait_until(lambda: alive([process]) and adapter.marks("first"), 60, "the first step")
             began = meter.read([process.pid])
-            wait_until(lambda: alive([process]) and left(adapter) == 0, _SLOWEST, "the last step")
+            wait_until(lambda: alive([process]) and none_left(adapter), _SLOWEST, "the last step")
             ended = meter.read([process.pid])
         costs = began.until(ended, steps) | rows.until(meter.rows(), steps)
         at = {word: adapter.marks(word)[0][1] for word in ("step-0", "step-100", "step--100")}
@@ -130,9 +132,9 @@ def long_task(lab: Lab, adapted: Callable[..., object], steps: int) -> Sample:
         return Sample(steps / (last - at["step-0"]), costs, {"last_100_to_first_100": ratio})
 
 
-def enqueue(lab: Lab, adapted: Callable[..., object], command: str, n: int) -> Sample:
+def enqueue(lab: Lab, adapted: Adapted, command: str, n: int) -> Sample:
     """Enqueue from one connection, nobody working."""
-    with adapted() as (dsn, adapter), Meter(lab.server, dsn) as meter:  # type: ignore[attr-defined]
+    with adapted() as (dsn, adapter), Meter(lab.server, dsn) as meter:
         rows, began = meter.rows(), meter.read()
         seconds = adapter.ask(command, "noop", n)
         ended = meter.read()
@@ -141,18 +143,18 @@ def enqueue(lab: Lab, adapted: Callable[..., object], command: str, n: int) -> S
         return Sample(n / seconds, costs)
 
 
-def pick_up(lab: Lab, adapted: Callable[..., object], n: int) -> Sample:
+def pick_up(lab: Lab, adapted: Adapted, n: int) -> Sample:
     """From the call of enqueue, one at a time, to the handler's start, in an idle worker."""
-    with adapted() as (_, adapter):  # type: ignore[attr-defined]
+    with adapted() as (_, adapter):
         with adapter.start() as process:
             began = warmed(adapter, lambda k: adapter.ask("paced", "pick", k, PACE), n)
             wait_until(lambda: alive([process]) and len(adapter.marks("pick")) >= n, 60, "the last task")
         return latencies(adapter.marks("pick"), began)
 
 
-def signal_wake(lab: Lab, adapted: Callable[..., object], n: int) -> Sample:
+def signal_wake(lab: Lab, adapted: Adapted, n: int) -> Sample:
     """From the call that signals, one at a time, to the waiting handler's going on."""
-    with adapted() as (_, adapter):  # type: ignore[attr-defined]
+    with adapted() as (_, adapter):
         adapter.ask("enqueue", "wait", n)
         with adapter.start() as process:
             time.sleep(3)  # until all wait

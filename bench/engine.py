@@ -81,7 +81,9 @@ class Adapter:
             "NODE_ENV": "production",
             **engine.variables,
         }
-        self.left = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)
+        self.conn = psycopg.connect(
+            dsn, autocommit=True, prepare_threshold=None, application_name="bench"
+        )
 
     def ask(self, *arguments: object) -> Any:
         """Run a command of the adapter to its end and return its answer."""
@@ -101,7 +103,7 @@ class Adapter:
 
     def tasks_left(self) -> int:
         """Count the tasks that are not done."""
-        row = self.left.execute(f"/* observer */ {self.engine.left}").fetchone()  # type: ignore[arg-type]
+        row = self.conn.execute(f"/* observer */ {self.engine.left}").fetchone()  # type: ignore[arg-type]
         assert row is not None
         return int(row[0])
 
@@ -123,7 +125,7 @@ class Adapter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.left.close()
+        self.conn.close()
         self._folder.cleanup()
 
 

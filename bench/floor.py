@@ -117,26 +117,27 @@ def _at(lab: Lab, script: str, units: int, connections: int, tasks: int, running
         return Sample(done / seconds, costs)
 
 
+def pgbench_rate(dsn: str, script: str, connections: int, seconds: int) -> float:
+    """Return the transactions that pgbench makes in a second."""
+    transactions, took = _run(dsn, script, connections, seconds)
+    return transactions / took
+
+
 def _run(dsn: str, script: str, connections: int, seconds: int) -> tuple[int, float]:
     """Return the transactions that pgbench has made, and in how many seconds."""
     parts = psycopg.conninfo.conninfo_to_dict(dsn)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "script.sql"
-        file.write_text(" ".join(script.split("\n")) if "\\" not in script else _joined(script))
+        file.write_text(script.strip() + "\n")
         done = subprocess.run(
             [pgbench(), "-n", "-M", "prepared", "-f", file, "-c", str(connections), "-j", "1", "-T",
              str(seconds), "-h", str(parts["host"]), "-U", str(parts["user"]), str(parts["dbname"])],
             capture_output=True, text=True, check=True,
-        )
+        )  # fmt: skip
     made = re.search(r"transactions actually processed: (\d+)", done.stdout)
     rate = re.search(r"tps = ([\d.]+) \(without initial", done.stdout)
     assert made and rate, done.stdout
     return int(made[1]), int(made[1]) / float(rate[1])
-
-
-def _joined(script: str) -> str:
-    """pgbench reads meta commands by line, and statements over several."""
-    return script.strip() + "\n"
 
 
 def _copy(lab: Lab, n: int) -> Sample:

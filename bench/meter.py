@@ -74,7 +74,9 @@ class Meter:
 
     def __init__(self, server: Server, dsn: str) -> None:
         self._server = server
-        self._conn = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)
+        self._conn = psycopg.connect(
+            dsn, autocommit=True, prepare_threshold=None, application_name="bench"
+        )
 
     def read(self, clients: Iterable[int] = ()) -> Reading:
         """Read what is exact now; `clients`: process ids whose CPU counts."""
@@ -91,7 +93,8 @@ class Meter:
         """Read the row versions; waits until the writing sessions are gone."""
         others = (
             "select /* observer */ count(*) from pg_stat_activity where datname = current_database() "
-            "and backend_type = 'client backend' and pid <> pg_backend_pid()"
+            "and backend_type = 'client backend' and pid <> pg_backend_pid() "
+            "and application_name <> 'bench'"
         )
         deadline = time.monotonic() + 5
         while self.value(others) and time.monotonic() < deadline:

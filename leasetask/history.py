@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NoReturn
@@ -147,9 +147,10 @@ async def _replay(kind: Kind, history: History, threads: Threads) -> Any:
         lease=_PATIENCE,
         lease_ends=float("inf"),
     )
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_PATIENCE):
-            return await execute(run, threads)
+    running = loop.create_task(execute(run, threads))
+    done, _ = await asyncio.wait([running], timeout=_PATIENCE)
+    if done:
+        return running.result()
     raise NonDeterminismError(
         f"the replay of task {history.id} does not end; it waits outside of steps"
     )
@@ -175,8 +176,13 @@ class _Journal(Journal):
 class _Edge:
     """Where the records end: no body starts, nothing is committed, the replay is over."""
 
-    keeper = None
     run: Run
+
+    def __init__(self) -> None:
+        self.keeper = self
+
+    def forget(self, opened: Any) -> None:
+        """None has ended."""
 
     def block(self, what: str, name: str) -> None:
         """A sync handler would run a body; at a wait it unwinds by itself."""
@@ -215,5 +221,6 @@ class _Edge:
             self._leave()
         assert self.run.branches is not None
         self.run.parked.append(HandBack())
+        self.run.interrupted = True  # no body has begun, so none was cancelled
         await self.run.branches.stand()
         raise AssertionError("a stand never returns")

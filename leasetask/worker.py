@@ -51,6 +51,9 @@ ALONE = "LEASETASK_ALONE"
 _UNWIND = 1.0
 """Seconds that handlers get to unwind once the grace is over."""
 
+_FULL = 0.05
+"""Seconds without a free slot after which a worker is not idle any more."""
+
 _CLAIM_ENDS = 5.0
 """Seconds that a claim on its way is waited for when the worker stops."""
 
@@ -249,7 +252,11 @@ class Worker:
                 continue
             free = self._free_slots()
             if free < 1 or not self._heartbeat.healthy:
-                await self._pause(self._options.poll_interval if free < 1 else 0.1)
+                await self._pause(_FULL)
+                if self._free_slots() < 1:
+                    # Whoever cannot take more must not make the producers pay for notifying it.
+                    await claimer.leave()
+                    await self._pause(self._options.poll_interval)
                 continue
             self._wake.clear()
             sent_at = time.monotonic()

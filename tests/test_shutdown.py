@@ -57,7 +57,7 @@ def test_h40_a_stop_just_after_the_start(db: Db, fleet: Fleet) -> None:
             enqueue(db, "brief")
         workers = [fleet.start("slow", "--grace", "1", lease=60) for _ in range(at_once)]
         for worker in workers:
-            pass_time(rng.uniform(0.0, 0.12))
+            pass_time(rng.uniform(0.0, 0.2))
             worker.terminate()
         for worker in workers:
             status, _ = exit_of(worker)
@@ -65,6 +65,31 @@ def test_h40_a_stop_just_after_the_start(db: Db, fleet: Fleet) -> None:
             assert "Traceback" not in worker.log
         assert set(statuses(db)) <= {"pending", "succeeded"}
     assert column_values(db, "attempts", "pending") <= {0, 1}
+
+
+def test_h40_a_stop_among_notifications(dsn: str, db: Db) -> None:
+    """H40: the worker is woken at the very moment at which its parts are told to end."""
+    app, over = App(dsn), threading.Event()
+
+    def notify() -> None:
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            while not over.is_set():
+                conn.execute("select pg_notify('leasetask', 'signal')")
+
+    notifying = threading.Thread(target=notify)
+    notifying.start()
+    try:
+        for _ in range(200 if SOAK else 15):
+            worker = app.start(poll_interval=30, grace=1)
+            wait_until(lambda: db.execute("select 1 from leasetask.idle_worker").fetchone())
+            stopping = threading.Thread(target=worker.stop, daemon=True)
+            stopping.start()
+            stopping.join(10)
+            assert not stopping.is_alive()
+    finally:
+        over.set()
+        notifying.join()
+        app.close()
 
 
 def column_values(db: Db, name: str, status: str) -> set[Any]:

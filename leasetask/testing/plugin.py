@@ -7,21 +7,19 @@ template that is migrated once per process, so tests may run in parallel under p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from leasetask.app import App
 from leasetask.testing.engine import Engine
-from leasetask.testing.server import Databases, found_server
+from leasetask.testing.server import Databases, shared_databases
 
 
 @pytest.fixture(scope="session")
-def leasetask_databases() -> Iterator[Databases]:
+def leasetask_databases() -> Databases:
     """The server of this test session, and the template."""
-    with found_server() as server:
-        databases = Databases(server)
-        yield databases
-        databases.close()
+    return shared_databases()
 
 
 @pytest.fixture
@@ -34,12 +32,5 @@ def leasetask_db(leasetask_databases: Databases) -> Iterator[str]:
 @pytest.fixture
 def leasetask_engine(leasetask_db: str) -> Iterator[Callable[[App], Engine]]:
     """Makes an `Engine` for an App on the test's own database: `engine = leasetask_engine(app)`."""
-    engines: list[Engine] = []
-
-    def make(app: App) -> Engine:
-        engines.append(Engine(app, leasetask_db))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with ExitStack() as stack:
+        yield lambda app: stack.enter_context(Engine(app, leasetask_db))

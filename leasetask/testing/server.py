@@ -61,12 +61,13 @@ def scratch_database(dsn: str | None) -> Iterator[str]:
     if dsn is not None:
         yield dsn
         return
-    with _shared_databases().fresh() as fresh:
+    with shared_databases().fresh() as fresh:
         yield fresh
 
 
 @functools.cache
-def _shared_databases() -> Databases:
+def shared_databases() -> Databases:
+    """Return the databases of this process, on a server that lives as long as it does."""
     stack = ExitStack()
     atexit.register(stack.close)
     databases = Databases(stack.enter_context(found_server()))
