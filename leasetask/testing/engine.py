@@ -204,6 +204,7 @@ class Engine:
         if self._own is not None:
             self.call(self._own.retire())
         self.call(self.transactions.close())
+        self.call(self.app.close_async())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         if not self._loop.is_running():

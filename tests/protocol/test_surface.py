@@ -36,6 +36,7 @@ select format('index %s', indexdef) from pg_indexes where schemaname = 'leasetas
 
 
 def test_the_surface_is_as_recorded(db: psycopg.Connection) -> None:
+    db.execute("set search_path = pg_catalog")
     queries = (FUNCTIONS, COLUMNS, CONSTRAINTS, INDEXES)
     found = "".join(f"{row[0]}\n" for query in queries for row in db.execute(query).fetchall())
     if os.environ.get("LEASETASK_RECORD"):
