@@ -281,7 +281,8 @@ create or replace function leasetask.take(
 )
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 begin
   if cardinality(ids) > 1
@@ -316,7 +317,8 @@ create or replace function leasetask.end_or_compensate(
 ) returns void
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 begin
   update leasetask.task t
@@ -420,7 +422,10 @@ begin
                   else 'conflict' end,
              case when t.pruned_at is null and t.input <> i.input then t.input end
       from unnest(inputs, keys) with ordinality as i (input, key, ord)
-      join leasetask.task t on t.kind = enqueue_many.kind and t.idempotency_key = i.key
+      cross join lateral (
+        select x.id, x.pruned_at, x.input, x.input_hash from leasetask.task x
+        where x.kind = enqueue_many.kind and x.idempotency_key = i.key limit 1
+      ) t
       where i.ord <> all (answered)
     loop
       answered := answered || ord::bigint;
@@ -696,7 +701,8 @@ create or replace function leasetask.heartbeat(
 ) returns table (ord int, answer text, cancel_requested boolean)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -729,7 +735,8 @@ create or replace function leasetask.checkpoint(
 ) returns table (ord int, answer text, cancel_requested boolean, recorded jsonb)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -827,7 +834,8 @@ create or replace function leasetask.note(
 ) returns table (ord int, answer text, cancel_requested boolean)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -869,7 +877,8 @@ create or replace function leasetask.finish(
 returns table (ord int, answer text, status text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -901,7 +910,8 @@ create or replace function leasetask.suspend(
 ) returns table (ord int, answer text, status text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -940,7 +950,8 @@ create or replace function leasetask.release(
 ) returns table (ord int, answer text, status text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -973,7 +984,8 @@ create or replace function leasetask.abandon(ids uuid[], tokens uuid[], seconds 
 returns table (ord int, answer text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -1000,7 +1012,8 @@ create or replace function leasetask.fail(
 ) returns table (ord int, answer text, status text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -1068,7 +1081,8 @@ create or replace function leasetask.answers(
 returns table (ord int, answer text, status text)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 begin
@@ -1233,7 +1247,9 @@ end $$;
 -- second and when notified, and deliver what it names.
 create or replace function leasetask.undelivered_topics(n int default 100)
 returns setof text
-language sql stable as $$
+language sql stable
+set search_path = pg_catalog, pg_temp set jit = off set enable_seqscan = off set enable_sort = off
+as $$
   select u.topic from (
     (select distinct s.topic from leasetask.task_signal s where s.undelivered limit n)
     union
@@ -1288,7 +1304,7 @@ create or replace function leasetask.sweep(n int default 1000)
 returns table (id uuid, kind text, outcome text, error text)
 language plpgsql
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
-set jit = off set enable_seqscan = off
+set jit = off set enable_seqscan = off set enable_sort = off
 as $$
 #variable_conflict use_column
 declare
@@ -1498,7 +1514,8 @@ create or replace function leasetask.prune(
   forget_keys boolean default false, n int default 1000
 ) returns int
 language plpgsql
-set search_path = pg_catalog, pg_temp set jit = off set enable_seqscan = off
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_custom_plan set jit = off set enable_seqscan = off set enable_sort = off
+set enable_bitmapscan = off
 as $$
 declare
   now_  timestamptz := leasetask.clock();

@@ -16,6 +16,19 @@ from leasetask.protocol import Query
 logger = logging.getLogger("leasetask")
 
 
+async def pause_until(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event for so long at the most; tell whether it came.
+
+    Not asyncio.wait_for: before Python 3.12 it swallows a cancel that arrives with the event.
+    """
+    try:
+        async with asyncio.timeout(max(0.0, seconds)):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
 class Link:
     """An async connection that is opened again, for ever and with backoff, when it is lost.
 

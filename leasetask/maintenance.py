@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from leasetask import protocol
 from leasetask.connection import is_disconnect, is_transient
-from leasetask.link import Link
+from leasetask.link import Link, pause_until
 from leasetask.model import Swept
 from leasetask.protocol import KindPolicy, Query
 
@@ -88,11 +88,8 @@ class Maintenance:
             await self._sleep(_BUSY_AGAIN if again else pause - time.monotonic())
 
     async def _sleep(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._wake.wait(), max(0.0, seconds))
-        except TimeoutError:
-            return
-        self._wake.clear()
+        if await pause_until(self._wake, seconds):
+            self._wake.clear()
 
     async def _deliver(self) -> bool:
         """Deliver the topics at hand; tell whether some have to be asked again."""

@@ -27,7 +27,7 @@ from leasetask.errors import ConfigurationError, LeaseLost, PayloadError, Worker
 from leasetask.execution import execute
 from leasetask.heartbeat import Heartbeat, Watchdog
 from leasetask.journal import Journal
-from leasetask.link import Link
+from leasetask.link import Link, pause_until
 from leasetask.listener import listen
 from leasetask.maintenance import Maintenance
 from leasetask.model import LONGEST, Ack, Claimed, Completed, Fail, Lost, Outcome, Release, Suspend
@@ -194,9 +194,7 @@ class Worker:
             await self._drain(claiming)
         finally:
             self.started = False
-            for service in (*services, *claiming):
-                service.cancel()
-            await asyncio.gather(*services, *claiming, return_exceptions=True)
+            await self._end_services([*services, *claiming])
             self._committer.close()
             for thread in threads:
                 thread.stop()
@@ -206,6 +204,13 @@ class Worker:
                 await link.close()
         if self._fatal is not None:
             raise WorkerError(f"worker {self.owner} ends: {self._fatal}") from self._fatal
+
+    async def _end_services(self, services: list[asyncio.Task[None]]) -> None:
+        for service in services:
+            service.cancel()
+        _, left = await asyncio.wait(services, timeout=_CLAIM_ENDS)
+        for service in left:
+            logger.error("stopping: %s does not end", service.get_coro())
 
     def _service(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine)
@@ -281,10 +286,7 @@ class Worker:
         return min(most - (len(self._runs) - self._ending), 2 * most - len(self._runs))
 
     async def _pause(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._wake.wait(), seconds)
-        except TimeoutError:
-            return
+        await pause_until(self._wake, seconds)
 
     def _run_of(self, claimed: Claimed, sent_at: float) -> Run:
         kind = self._registry.find(claimed.kind, claimed.version)

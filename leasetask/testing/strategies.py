@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from leasetask.app import App
 from leasetask.testing.engine import LEASE, Engine
@@ -34,26 +34,29 @@ def schedules(
 class EngineMachine(RuleBasedStateMachine):
     """A base for properties that span several tasks and signals.
 
-    Set `app`, add rules that enqueue, signal and cancel through `self.engine`, and invariants. The
-    rules here let workers work, die half-way, and time pass. All examples share one scratch
-    database, emptied before each.
+    Set `app`, add rules that enqueue, signal and cancel through `self.engine`, and invariants;
+    override `begin` to make the world anew. The rules here let workers work, die half-way, and time
+    pass. All examples share one scratch database, emptied before each.
     """
 
     app: App
 
-    @initialize()
-    def begin(self) -> None:
-        """Give each example an empty database and the right time."""
+    def __init__(self) -> None:
+        super().__init__()
         self.engine = _engine_of(self.app)
         self.engine.reset()
         self._workers = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Called before each example, with an empty engine whose clock is right."""
 
     @rule()
     def work(self) -> None:
         """Run all that is due."""
         self.engine.drain()
 
-    @rule(point=st.integers(0, 60))
+    @rule(point=st.integers(0, 25))
     def work_and_die(self, point: int) -> None:
         """Run what is due in a worker that dies at a point; its leases run out."""
         self._workers += 1

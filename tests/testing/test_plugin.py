@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psycopg
 import pytest
 
 pytest_plugins = ["pytester"]
@@ -33,7 +34,9 @@ def test_each_has_a_database_of_its_own(leasetask_engine, leasetask_db, number):
     with psycopg.connect(leasetask_db) as db, open("seen", "a") as seen:
         print(db.info.dbname, file=seen)
 
-def test_a_database_is_migrated_and_empty(leasetask_db):
+def test_a_database_is_migrated_and_empty(leasetask_db, leasetask_databases):
+    with open("seen", "a") as seen:
+        print(leasetask_databases._template, file=seen)
     with psycopg.connect(leasetask_db) as db:
         assert db.execute("select count(*) from leasetask.task").fetchone() == (0,)
 
@@ -44,42 +47,18 @@ def test_what_crash_anywhere_needs_is_on_the_same_server(leasetask_databases):
 """
 
 
-@pytest.mark.parametrize("arguments", [[], ["-n", "2"]], ids=["alone", "with xdist"])
-def test_a_users_tests_run_on_the_fixtures(
-    pytester: pytest.Pytester,
-    monkeypatch: pytest.MonkeyPatch,
-    leasetask_db: str,
-    arguments: list[str],
-) -> None:
-    monkeypatch.setenv("LEASETASK_TEST_DSN", leasetask_db)
-    pytester.makepyfile(USERS_TESTS)
-    done = pytester.runpytest_subprocess("-W", "error", "-p", "no:cacheprovider", *arguments)
-    done.assert_outcomes(passed=8)
-    names = (pytester.path / "seen").read_text().split()
-    assert len(set(names)) == 6
-    done.stdout.no_fnmatch_line("*Error*")
-
-
-def test_the_databases_are_dropped_again(
+def test_a_users_tests_run_in_parallel_on_the_fixtures(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, leasetask_db: str
 ) -> None:
     monkeypatch.setenv("LEASETASK_TEST_DSN", leasetask_db)
-    pytester.makepyfile(
-        """
-def test_names(leasetask_db, leasetask_databases):
-    print("NAME", leasetask_db.split("dbname=")[1].split()[0])
-    print("NAME", leasetask_databases._template)
-"""
-    )
-    done = pytester.runpytest_subprocess("-s", "-p", "no:cacheprovider")
-    done.assert_outcomes(passed=1)
-    names = [line.split()[-1] for line in done.outlines if "NAME " in line]
-    assert len(names) == 2
-    import psycopg
-
+    pytester.makepyfile(USERS_TESTS)
+    done = pytester.runpytest_subprocess("-W", "error", "-p", "no:cacheprovider", "-n", "2")
+    done.assert_outcomes(passed=8)
+    names = (pytester.path / "seen").read_text().split()
+    assert len(set(names)) == len(names) == 7
     with psycopg.connect(leasetask_db) as db:
         left = db.execute("select datname from pg_database where datname = any (%s)", [names])
-        assert left.fetchall() == []
+        assert left.fetchall() == [], "each is dropped, and the templates too"
 
 
 @pytest.mark.parametrize(
