@@ -255,6 +255,7 @@ class Worker:
             if self._suspects_wait:
                 await self._run_one_suspect(claimer)
                 continue
+            self._wake.clear()
             free = self._free_slots()
             if free < 1 or not self._heartbeat.healthy:
                 await self._pause(_FULL)
@@ -263,7 +264,6 @@ class Worker:
                     await claimer.leave()
                     await self._pause(self._options.poll_interval)
                 continue
-            self._wake.clear()
             sent_at = time.monotonic()
             for claimed in await claimer.claim(free):
                 self._start(self._run_of(claimed, sent_at))

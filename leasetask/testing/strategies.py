@@ -56,7 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Run all that is due."""
         self.engine.drain()
 
-    @rule(point=st.integers(0, 25))
+    @rule(point=st.integers(0, 7) | st.integers(0, 40))
     def work_and_die(self, point: int) -> None:
         """Run what is due in a worker that dies at a point; its leases run out."""
         self._workers += 1

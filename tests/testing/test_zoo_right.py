@@ -44,7 +44,7 @@ def test_a_right_handler_is_not_accused(
     leasetask_db: str, task: Any, world: Any, check: Any, options: dict[str, Any]
 ) -> None:
     survived = crash_anywhere(
-        zoo.app, task, world=world, check=check, pairs=20, seed=6, dsn=leasetask_db, **options
+        zoo.app, task, world=world, check=check, pairs=12, seed=6, dsn=leasetask_db, **options
     )
     assert survived.points >= 2
     assert survived.schedules["crash"] == survived.points
