@@ -53,7 +53,7 @@ async def _execute_async(run: Run, value: Any) -> Outcome:
     run.interrupt = root.cancel
     if run.interrupted:
         root.cancel()
-    token = current_run.set(run)
+    current_run.set(run)
     result, error = None, None
     try:
         context = AsyncContext(run)
@@ -62,7 +62,7 @@ async def _execute_async(run: Run, value: Any) -> Outcome:
     except BaseException as raised:
         error = raised
     finally:
-        current_run.reset(token)
+        current_run.set(None)
         run.interrupt = None
         while root.cancelling():
             root.uncancel()

@@ -239,9 +239,7 @@ def test_a_run_past_its_timeout_is_charged(dsn: str, colour: str, what: str) -> 
         else:
             ctx.step("slow", leave.wait, 20, timeout=0.3)
 
-    @app.task(
-        retry=Retry(max_attempts=2, initial=0.01), timeout=0.3 if what == "handler" else None
-    )
+    @app.task(retry=Retry(max_attempts=2, initial=0.01), timeout=0.3 if what == "handler" else None)
     async def asynchronous(ctx: AsyncContext) -> None:
         runs.append(1)
         if what == "handler":

@@ -60,9 +60,7 @@ def test_a_lone_task_costs_two_statements_and_one_a_step(
     assert costs == {"claim": 1, "checkpoint": steps, "note": 0, "finish": 1, "suspend": 0}
 
 
-def test_tasks_that_are_ready_together_share_their_statements(
-    dsn: str, sent: Counter[str]
-) -> None:
+def test_tasks_that_are_ready_together_share_their_statements(dsn: str, sent: Counter[str]) -> None:
     """Fifty tasks, ten steps each, in step with each other: batches, and none of them by time."""
     tasks, steps = 50, 10
     app = App(dsn)
@@ -107,7 +105,9 @@ def run(db: Conn, query: str, *parameters: Any) -> Cost:
     """Run a statement in a transaction of its own and count what it wrote."""
     with db.transaction():
         before = db.execute(_WRITES).fetchone()
-        explained = db.execute("explain (analyze, wal, format json) " + query, parameters).fetchone()  # type: ignore[arg-type]
+        explained = db.execute(
+            "explain (analyze, wal, format json) " + query, parameters
+        ).fetchone()  # type: ignore[arg-type]
         after = db.execute(_WRITES).fetchone()
     assert before and after and explained
     plan = explained[0][0]["Plan"]
@@ -222,7 +222,10 @@ def test_wal_per_unit(db: Conn) -> None:
 @pytest.fixture
 def heard(dsn: str) -> Iterator[Any]:
     """Give a function that returns what was notified up to now."""
-    with psycopg.connect(dsn, autocommit=True) as ears, psycopg.connect(dsn, autocommit=True) as mouth:
+    with (
+        psycopg.connect(dsn, autocommit=True) as ears,
+        psycopg.connect(dsn, autocommit=True) as mouth,
+    ):
         ears.execute("listen leasetask")
 
         def so_far() -> list[str]:

@@ -1,7 +1,5 @@
 """The embedded server, with real processes: started once, shared, unharmed by kill -9."""
 
-# ruff: noqa: D102, D103 - a test's name says what it tests
-
 from __future__ import annotations
 
 import contextlib

@@ -68,7 +68,9 @@ def fill(db: Conn, n: int) -> Held:
     """n each of ready, future, finished, and ready of a kind nobody runs, ahead of all others."""
     db.execute("alter table leasetask.task set (autovacuum_enabled = off)")
     db.execute("alter table leasetask.task_signal set (autovacuum_enabled = off)")
-    db.execute("analyze leasetask.task, leasetask.task_signal")  # as a new database knows them: empty
+    db.execute(
+        "analyze leasetask.task, leasetask.task_signal"
+    )  # as a new database knows them: empty
     add(db, n, "work", "0")
     add(db, n, "work", "1 day")
     add(db, n, "nobody-runs-it", "-1 day", priority=-5)
@@ -119,8 +121,14 @@ def calls(held: Held) -> dict[str, tuple[str, list[Any]]]:
     one = [held.ids[:1], held.tokens[:1]]
     patches = ['{"a": {"n": 1, "ok": 1}}'] * len(held.ids)
     return {
-        "enqueue": ("select * from leasetask.enqueue_many('work', array['1', '2']::jsonb[], array['a', 'b'])", []),
-        "enqueue again": ("select * from leasetask.enqueue_many('work', array['1']::jsonb[], array['done-7'])", []),
+        "enqueue": (
+            "select * from leasetask.enqueue_many('work', array['1', '2']::jsonb[], array['a', 'b'])",
+            [],
+        ),
+        "enqueue again": (
+            "select * from leasetask.enqueue_many('work', array['1']::jsonb[], array['done-7'])",
+            [],
+        ),
         "claim": ("select * from leasetask.claim('w', array['work'], array[1], 10, '1 hour')", []),
         "claim on": (
             "select * from leasetask.claim('w', array['work'], array[1], 10, '1 hour', false,"
@@ -132,8 +140,14 @@ def calls(held: Held) -> dict[str, tuple[str, list[Any]]]:
             "select * from leasetask.checkpoint(%s::uuid[], %s::uuid[], %s::jsonb[], '1 hour')",
             [*both, patches],
         ),
-        "note": ("select * from leasetask.note(%s::uuid[], %s::uuid[], %s::jsonb[], '1 hour')", [*both, patches]),
-        "finish": ("select * from leasetask.finish(%s::uuid[], %s::uuid[], %s::jsonb[])", [*both, patches]),
+        "note": (
+            "select * from leasetask.note(%s::uuid[], %s::uuid[], %s::jsonb[], '1 hour')",
+            [*both, patches],
+        ),
+        "finish": (
+            "select * from leasetask.finish(%s::uuid[], %s::uuid[], %s::jsonb[])",
+            [*both, patches],
+        ),
         "release": ("select * from leasetask.release(%s::uuid[], %s::uuid[])", both),
         "fail": (
             "select * from leasetask.fail(%s::uuid[], %s::uuid[], %s::jsonb[], array_fill(true, array[19]))",
@@ -167,8 +181,14 @@ EXPECTED = {
     "fail": BY_ID,
     "suspend": BY_ID,
     "deliver": {
-        "task_waiting_for_topic", "task_undelivered", "task_pkey", "task_signal_pkey",
-        "signal_unconsumed", "signal_sticky", "signal_undelivered", "signal_of_topic",
+        "task_waiting_for_topic",
+        "task_undelivered",
+        "task_pkey",
+        "task_signal_pkey",
+        "signal_unconsumed",
+        "signal_sticky",
+        "signal_undelivered",
+        "signal_of_topic",
     },
     "look for topics": {"task_undelivered", "signal_undelivered"},
     "cancel": BY_ID,
@@ -183,7 +203,16 @@ FEW = BULK // 2
 def planner(seed: int) -> dict[str, str]:
     """Settings that somebody may have, or that make the planner think of another machine."""
     dice = random.Random(seed)
-    switches = ("bitmapscan", "hashjoin", "indexonlyscan", "material", "memoize", "mergejoin", "nestloop", "sort")
+    switches = (
+        "bitmapscan",
+        "hashjoin",
+        "indexonlyscan",
+        "material",
+        "memoize",
+        "mergejoin",
+        "nestloop",
+        "sort",
+    )
     settings = {f"enable_{name}": dice.choice(("on", "on", "off")) for name in switches}
     return settings | {
         "random_page_cost": dice.choice(("0.1", "1.1", "4", "40")),

@@ -10,6 +10,7 @@ from helpers import FAST, crash_once, ended, until, working
 
 from leasetask import App, AsyncContext, Context, NonRetryable, SignalTimeout, StepFailed
 
+
 def test_recorded_steps_are_not_run_again_sync(dsn: str) -> None:
     """H17's shape without a kill: steps 1 to 3 run once, the replay goes on at step 4."""
     app, calls = App(dsn), []
@@ -187,9 +188,7 @@ def test_a_second_wait_at_a_time_is_refused(dsn: str) -> None:
 
     @app.task
     async def two(ctx: AsyncContext) -> None:
-        await asyncio.gather(
-            ctx.wait_signal("a", name="a"), ctx.wait_signal("b", name="b")
-        )
+        await asyncio.gather(ctx.wait_signal("a", name="a"), ctx.wait_signal("b", name="b"))
 
     view = ended(app, two)
     assert (view.status, view.last_error["type"]) == ("failed", "ConcurrentWait")
