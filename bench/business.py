@@ -46,7 +46,9 @@ def rate(lab: Lab, adapted: Adapted, clients: int, *, notify: bool) -> float:
         with psycopg.connect(dsn, autocommit=True) as conn:
             conn.execute("create table orders (id bigserial primary key, customer int, amount int)")
             if not notify:
-                conn.execute("create or replace function leasetask.wake() returns void language sql as ''")
+                conn.execute(
+                    "create or replace function leasetask.wake() returns void language sql as ''"
+                )
         adapter.ask("enqueue", "noop", lab.size(20_000, 5_000))
         with adapter.start():
             wait_until(lambda: adapter.marks("first"), 60, "the first task")

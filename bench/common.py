@@ -32,11 +32,21 @@ def cases(lab: Lab, engine: Engine, interpreter: Sequence[str]) -> Iterator[Case
     if "steps" in engine.able:
         run = partial(drain, lab, adapter, "steps", run_steps, units=10)
         yield Case("steps", engine.name, "steps/s", run, STATE_BATCHED)
-        yield Case("long task", engine.name, "steps/s", lambda: long_task(lab, adapter, long), STATE_ONE)
+        yield Case(
+            "long task", engine.name, "steps/s", lambda: long_task(lab, adapter, long), STATE_ONE
+        )
     one = lab.size(2_000, 1_000)
     many = int(lab.size(20_000, 10_000) * slow)
-    yield Case("enqueue one by one", engine.name, "tasks/s", lambda: enqueue(lab, adapter, "single", one), INSERT)
-    yield Case("enqueue many", engine.name, "tasks/s", lambda: enqueue(lab, adapter, "enqueue", many), COPY)
+    yield Case(
+        "enqueue one by one",
+        engine.name,
+        "tasks/s",
+        lambda: enqueue(lab, adapter, "single", one),
+        INSERT,
+    )
+    yield Case(
+        "enqueue many", engine.name, "tasks/s", lambda: enqueue(lab, adapter, "enqueue", many), COPY
+    )
     n = lab.size(300, 100)
     yield Case("pick-up", engine.name, "ms", lambda: pick_up(lab, adapter, n))
     if "signal wake" in engine.able:
@@ -148,7 +158,9 @@ def pick_up(lab: Lab, adapted: Adapted, n: int) -> Sample:
     with adapted() as (_, adapter):
         with adapter.start() as process:
             began = warmed(adapter, lambda k: adapter.ask("paced", "pick", k, PACE), n)
-            wait_until(lambda: alive([process]) and len(adapter.marks("pick")) >= n, 60, "the last task")
+            wait_until(
+                lambda: alive([process]) and len(adapter.marks("pick")) >= n, 60, "the last task"
+            )
         return latencies(adapter.marks("pick"), began)
 
 
@@ -159,7 +171,9 @@ def signal_wake(lab: Lab, adapted: Adapted, n: int) -> Sample:
         with adapter.start() as process:
             time.sleep(3)  # until all wait
             began = adapter.ask("signal", n, PACE)
-            wait_until(lambda: alive([process]) and len(adapter.marks("woken")) >= n, 60, "the last signal")
+            wait_until(
+                lambda: alive([process]) and len(adapter.marks("woken")) >= n, 60, "the last signal"
+            )
         return latencies(adapter.marks("woken"), began)
 
 

@@ -34,14 +34,28 @@ def cases(lab: Lab, adapted: Adapted) -> Iterator[Case]:
     for rows in (0, 10**5) if lab.quick else (0, 10**5, 10**6, 10**7):
         run = partial(drain, lab, adapted, "noop", n, prepare=partial(fill, rows), watch=sampled)
         times = 1 if rows == 10**7 else 3
-        yield Case("backlog", f"{rows:,} future, {rows:,} finished, {rows // 10:,} unsupported", "tasks/s", run, times=times)
+        yield Case(
+            "backlog",
+            f"{rows:,} future, {rows:,} finished, {rows // 10:,} unsupported",
+            "tasks/s",
+            run,
+            times=times,
+        )
     many = lab.size(200_000, 20_000)
     for held in (False, True):
         name = f"{many:,} tasks, snapshot {'held open' if held else 'not held'}"
-        yield Case("snapshot", name, "tasks/s", partial(under_snapshot, lab, adapted, many, held), times=3)
+        yield Case(
+            "snapshot", name, "tasks/s", partial(under_snapshot, lab, adapted, many, held), times=3
+        )
     for workers in (1, 2) if lab.quick else (1, 2, 4, 8):
         run = partial(drain, lab, adapted, "noop", 2 * n, workers=workers)
-        yield Case("processes", f"{workers} worker process{'es' if workers > 1 else ''}", "tasks/s", run, times=3)
+        yield Case(
+            "processes",
+            f"{workers} worker process{'es' if workers > 1 else ''}",
+            "tasks/s",
+            run,
+            times=3,
+        )
 
 
 def fill(rows: int, dsn: str) -> None:

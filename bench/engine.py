@@ -89,7 +89,11 @@ class Adapter:
         """Run a command of the adapter to its end and return its answer."""
         done = subprocess.run(
             [*self._command, *map(str, arguments)],
-            env=self._env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False,
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
             timeout=600,
         )
         if done.returncode != 0:

@@ -54,7 +54,9 @@ def versions(engine: Engine) -> str:
         return ", ".join(word for word in shown if word.startswith(tuple(f"{n}@" for n in names)))
     code = f"import importlib.metadata as m; print(', '.join(f'{{n}} {{m.version(n)}}' for n in {names}))"
     python = folder / "bin" / "python"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def _cache() -> Path:
@@ -67,7 +69,9 @@ def _install_python(engine: Engine, folder: Path) -> None:
     if python is None:
         raise Unavailable(f"{engine.name} needs {engine.runtime}, which is not on this machine")
     _call(engine, [python, "-m", "venv", folder])
-    _call(engine, [folder / "bin" / "pip", "install", "--quiet", "psycopg[binary]", *engine.packages])
+    _call(
+        engine, [folder / "bin" / "pip", "install", "--quiet", "psycopg[binary]", *engine.packages]
+    )
 
 
 def _find_python(name: str) -> str | None:
@@ -76,7 +80,10 @@ def _find_python(name: str) -> str | None:
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [shutil.which(name), *sorted(pyenv.glob(f"{number}.*/bin/python"))]
     for candidate in candidates:
-        if candidate and subprocess.run([candidate, "-V"], capture_output=True, check=False).returncode == 0:
+        if (
+            candidate
+            and subprocess.run([candidate, "-V"], capture_output=True, check=False).returncode == 0
+        ):
             return str(candidate)
     return None
 
@@ -89,7 +96,9 @@ def _install_node(engine: Engine, folder: Path) -> None:
     _call(engine, ["npm", "install", "--no-fund", "--no-audit", "--prefix", folder, *packages])
     node = folder / "node_modules" / ".bin" / "node"
     if subprocess.run([node, "--version"], capture_output=True, check=False).returncode != 0:
-        raise Unavailable(f"{engine.name} needs Node {NODE}, and the npm package `node` did not bring it")
+        raise Unavailable(
+            f"{engine.name} needs Node {NODE}, and the npm package `node` did not bring it"
+        )
 
 
 def _call(engine: Engine, command: list[str | Path]) -> None:

@@ -112,7 +112,9 @@ def _at(lab: Lab, script: str, units: int, connections: int, tasks: int, running
         ended = meter.read()
         done = max(1, transactions * units)
         if tasks:
-            done = int(meter.value("select count(*) from leasetask.task where finished_at is not null"))
+            done = int(
+                meter.value("select count(*) from leasetask.task where finished_at is not null")
+            )
         costs = began.until(ended, done) | rows.until(meter.rows(), done)
         return Sample(done / seconds, costs)
 

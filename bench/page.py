@@ -15,20 +15,47 @@ from bench.results import FOLDER
 PAGE = Path(__file__).parent / "README.md"
 
 TITLES = {
-    "drain": ("Drain of no-op tasks, one worker process", "From the first handler's start until nothing is left."),
-    "steps": ("1,000 tasks of 10 steps", "Each step's result is committed before the next one starts."),
-    "long task": ("Steps of a single task, one after another", "No other task to share a commit with."),
+    "drain": (
+        "Drain of no-op tasks, one worker process",
+        "From the first handler's start until nothing is left.",
+    ),
+    "steps": (
+        "1,000 tasks of 10 steps",
+        "Each step's result is committed before the next one starts.",
+    ),
+    "long task": (
+        "Steps of a single task, one after another",
+        "No other task to share a commit with.",
+    ),
     "enqueue one by one": ("Enqueue, one by one", "One connection, a commit each."),
-    "enqueue many": ("Enqueue, many at once", "By each engine's own call for it, or a loop where it has none."),
-    "pick-up": ("Pick-up", "From the call of enqueue to the handler's start, in an idle worker: p50."),
-    "signal wake": ("Signal wake", "From the call that signals to the waiting handler's going on: p50."),
+    "enqueue many": (
+        "Enqueue, many at once",
+        "By each engine's own call for it, or a loop where it has none.",
+    ),
+    "pick-up": (
+        "Pick-up",
+        "From the call of enqueue to the handler's start, in an idle worker: p50.",
+    ),
+    "signal wake": (
+        "Signal wake",
+        "From the call that signals to the waiting handler's going on: p50.",
+    ),
     "recovery": ("Recovery after kill -9", "From the kill to the task's start in another worker."),
     "backlog": ("Backlog", "Drain among rows that nobody can run now, of mixed priorities."),
-    "snapshot": ("A snapshot held open", "Drain while another session holds a snapshot from before."),
+    "snapshot": (
+        "A snapshot held open",
+        "Drain while another session holds a snapshot from before.",
+    ),
     "processes": ("Worker processes", "Drain by several processes on the same two cores."),
-    "business": ("The user's own commits", "Transactions/s with an enqueue in each, workers busy, as a share of those whose enqueue never notifies."),
+    "business": (
+        "The user's own commits",
+        "Transactions/s with an enqueue in each, workers busy, as a share of those whose enqueue never notifies.",
+    ),
     "idle worker": ("An idle worker", "What it costs to have nothing to do."),
-    "floor": ("The raw floor", "No engine: single statements on leasetask's own table and indexes; the best number of connections."),
+    "floor": (
+        "The raw floor",
+        "No engine: single statements on leasetask's own table and indexes; the best number of connections.",
+    ),
 }
 _COSTS = {
     "wal_bytes": "WAL B", "statements": "statements", "rows": "row versions", "hot_share": "HOT",
@@ -116,7 +143,13 @@ def _workload(
     details = sorted({name for case in cases for name in case["detail"]})
     costs = [name for name in _COSTS if any(name in case["costs"] for case in cases)]
     floors = any("floor" in case for case in cases)
-    head = ["", unit, *(["of the floor"] if floors else []), *(d.replace("_", " ") for d in details), *(_COSTS[c] for c in costs)]
+    head = [
+        "",
+        unit,
+        *(["of the floor"] if floors else []),
+        *(d.replace("_", " ") for d in details),
+        *(_COSTS[c] for c in costs),
+    ]
     yield "| " + " | ".join(head) + " |"
     yield "| --- |" + " ---: |" * (len(head) - 1)
     for case in cases:

@@ -14,7 +14,9 @@ def cases(lab: Lab, adapted: Adapted) -> Iterator[Case]:
     """A short lease; in a full run the default one too."""
     yield Case("recovery", "lease 3 s", "s", partial(recovery, adapted, 3), times=3)
     if not lab.quick:
-        yield Case("recovery", "lease 30 s, the default", "s", partial(recovery, adapted, 30), times=1)
+        yield Case(
+            "recovery", "lease 30 s, the default", "s", partial(recovery, adapted, 30), times=1
+        )
 
 
 def recovery(adapted: Adapted, lease: int) -> Sample:

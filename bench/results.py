@@ -47,7 +47,9 @@ def _once(outcome: Outcome, repetition: int) -> None:
         sample = case.run()
     except (AdapterFailed, TimeoutError) as error:
         outcome.error = " ".join(str(error).split())
-        print(f"{repetition + 1} {case.workload} · {case.subject}: {outcome.error}", file=sys.stderr)
+        print(
+            f"{repetition + 1} {case.workload} · {case.subject}: {outcome.error}", file=sys.stderr
+        )
         return
     outcome.samples.append(sample)
     more = ", ".join(f"{name} {value:.3g}" for name, value in sample.detail.items())
@@ -59,7 +61,10 @@ def _once(outcome: Outcome, repetition: int) -> None:
 
 
 def as_json(
-    outcomes: Sequence[Outcome], server: Server, mode: str, engines: dict[str, dict[str, Any]],
+    outcomes: Sequence[Outcome],
+    server: Server,
+    mode: str,
+    engines: dict[str, dict[str, Any]],
     skipped: dict[str, str],
 ) -> dict[str, Any]:
     """Return a run's results as they are kept."""
@@ -121,4 +126,9 @@ def _machine() -> dict[str, Any]:
         if line.startswith("model name"):
             cpu = line.partition(":")[2].strip()
             break
-    return {"cores": os.cpu_count(), "cpu": cpu, "system": platform.release(), "python": platform.python_version()}
+    return {
+        "cores": os.cpu_count(),
+        "cpu": cpu,
+        "system": platform.release(),
+        "python": platform.python_version(),
+    }

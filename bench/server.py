@@ -114,9 +114,18 @@ def _server_user() -> str | None:
     try:
         return pwd.getpwnam("postgres").pw_name
     except KeyError:
-        raise SystemExit("bench: as root there must be a user `postgres`; or run it as a user") from None
+        raise SystemExit(
+            "bench: as root there must be a user `postgres`; or run it as a user"
+        ) from None
 
 
 def _as(user: str | None, command: list[str | Path], *, check: bool = True) -> None:
-    subprocess.run(command, user=user, group=user, cwd="/", check=check, stdout=subprocess.DEVNULL,
-                   extra_groups=[] if user else None)
+    subprocess.run(
+        command,
+        user=user,
+        group=user,
+        cwd="/",
+        check=check,
+        stdout=subprocess.DEVNULL,
+        extra_groups=[] if user else None,
+    )

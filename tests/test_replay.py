@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from helpers import FAST, crash_once, ended, until, working
@@ -201,18 +202,14 @@ def test_a_swallowed_suspension_fails_the_task(dsn: str, colour: str) -> None:
 
     @app.task
     def swallow(ctx: Context) -> str:
-        try:
+        with suppress(BaseException):
             ctx.sleep(60)
-        except BaseException:
-            pass
         return "went on"
 
     @app.task
     async def swallow_async(ctx: AsyncContext) -> str:
-        try:
+        with suppress(BaseException):
             await ctx.sleep(60)
-        except BaseException:
-            pass
         return "went on"
 
     view = ended(app, swallow if colour == "sync" else swallow_async)

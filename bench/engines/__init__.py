@@ -55,7 +55,9 @@ PEERS = (
         left="select count(*) from dbos.workflow_status where status in ('ENQUEUED', 'PENDING')",
         able=DURABLE,
         settings="worker_concurrency 100, polling 0.01 s, pool of 20",
-        contract=Contract("yes", "yes", "yes", "its own restart; by others only with the paid part"),
+        contract=Contract(
+            "yes", "yes", "yes", "its own restart; by others only with the paid part"
+        ),
         reference={"drain": 760, "steps": 241, "long task": 264},
     ),
     Engine(

@@ -22,7 +22,9 @@ def client() -> Absurd:
 def setup() -> None:
     absurdctl = Path(sys.executable).with_name("absurdctl")
     subprocess.run(
-        [absurdctl, "init"], check=True, stdout=subprocess.DEVNULL,
+        [absurdctl, "init"],
+        check=True,
+        stdout=subprocess.DEVNULL,
         env={**os.environ, "ABSURD_DATABASE_URL": marks.DSN},
     )
     client().create_queue(QUEUE)
@@ -94,4 +96,13 @@ def work() -> None:
     asyncio.run(serve())
 
 
-marks.run({"setup": setup, "enqueue": enqueue, "single": enqueue, "paced": paced, "signal": send, "work": work})
+marks.run(
+    {
+        "setup": setup,
+        "enqueue": enqueue,
+        "single": enqueue,
+        "paced": paced,
+        "signal": send,
+        "work": work,
+    }
+)

@@ -54,10 +54,15 @@ async def wait(i: int) -> None:
 
 
 def launch() -> None:
-    DBOS(config={
-        "name": "bench", "system_database_url": URL, "sys_db_pool_size": 20,
-        "log_level": "ERROR", "application_version": VERSION,
-    })
+    DBOS(
+        config={
+            "name": "bench",
+            "system_database_url": URL,
+            "sys_db_pool_size": 20,
+            "log_level": "ERROR",
+            "application_version": VERSION,
+        }
+    )
     DBOS.launch()
     DBOS.register_queue(QUEUE, worker_concurrency=100, polling_interval_sec=0.01)
 
@@ -71,7 +76,12 @@ def enqueuer() -> Any:
     to = DBOSClient(system_database_url=URL)
 
     def one(kind: str, i: int) -> None:
-        options = {"queue_name": QUEUE, "workflow_name": kind, "workflow_id": f"{kind}-{i}", "app_version": VERSION}
+        options = {
+            "queue_name": QUEUE,
+            "workflow_name": kind,
+            "workflow_id": f"{kind}-{i}",
+            "app_version": VERSION,
+        }
         to.enqueue(options, i)
 
     return one
@@ -97,4 +107,13 @@ def work() -> None:
     threading.Event().wait()
 
 
-marks.run({"setup": setup, "enqueue": enqueue, "single": enqueue, "paced": paced, "signal": send, "work": work})
+marks.run(
+    {
+        "setup": setup,
+        "enqueue": enqueue,
+        "single": enqueue,
+        "paced": paced,
+        "signal": send,
+        "work": work,
+    }
+)

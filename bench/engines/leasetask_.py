@@ -71,7 +71,11 @@ def inputs(kind: str, n: int) -> list[int]:
 
 def enqueue(kind: str, n: str) -> float:
     values = inputs(kind, int(n))
-    return marks.timed(lambda: [app.enqueue_many(kind, values[i : i + 10_000]) for i in range(0, len(values), 10_000)])
+    return marks.timed(
+        lambda: [
+            app.enqueue_many(kind, values[i : i + 10_000]) for i in range(0, len(values), 10_000)
+        ]
+    )
 
 
 def single(kind: str, n: str) -> float:
@@ -123,6 +127,13 @@ def setup() -> None:
 
 if __name__ == "__main__":
     marks.run(
-        {"setup": setup, "enqueue": enqueue, "single": single, "transaction": in_transaction,
-         "paced": paced, "signal": send, "work": work}
+        {
+            "setup": setup,
+            "enqueue": enqueue,
+            "single": single,
+            "transaction": in_transaction,
+            "paced": paced,
+            "signal": send,
+            "work": work,
+        }
     )

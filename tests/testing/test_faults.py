@@ -323,5 +323,7 @@ print("END")
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    # asyncio's debug mode, which -X dev turns on, also tells of callbacks that a busy machine made slow.
+    said = [line for line in done.stderr.splitlines() if not line.startswith("Executing <")]
+    assert (done.returncode, said) == (0, [])
     assert done.stdout.rstrip().endswith("END"), "what crashed is not unwound at the end either"
