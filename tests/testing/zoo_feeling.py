@@ -1,0 +1,122 @@
+"""Handlers that are right on the real engine, and that notice when the engine is not."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import psycopg
+
+from leasetask import App, AsyncContext, Attempt, Context, Done, NotDone, SignalTimeout
+from leasetask.model import TaskView
+
+app = App("postgresql://localhost/not-used")
+
+
+class World:
+    """Gives numbers that never come again, and keeps what it was asked to do."""
+
+    def fresh(self) -> World:
+        self.numbers = itertools.count(1)
+        self.used: list[Any] = []
+        self.starts: dict[int, str] = {}
+        self.charges: dict[str, int] = {}
+        return self
+
+    def number(self) -> int:
+        return next(self.numbers)
+
+    def charge(self, attempt: Attempt) -> str:
+        """Charge once for each key, and write down who came with which number."""
+        first = self.starts.setdefault(attempt.number, attempt.token)
+        assert first == attempt.token, f"two starts with number {attempt.number}"
+        self.charges.setdefault(attempt.key, attempt.number)
+        return attempt.key
+
+    def look(self, attempt: Attempt) -> Any:
+        return Done(attempt.key) if attempt.key in self.charges else NotDone()
+
+
+world = World()
+
+
+def with_table(dsn: str) -> str:
+    with psycopg.connect(dsn, autocommit=True) as db:
+        db.execute("drop table if exists booking; create table booking (what text)")
+    return dsn
+
+
+def book(db: psycopg.Connection, what: str) -> str:
+    db.execute("insert into booking values (%s)", [what])
+    return what
+
+
+@app.task
+def keeps_numbers(ctx: Context) -> list[int]:
+    """A recorded result never changes: what was used is what is returned."""
+    one = ctx.step("one", world.number)
+    ctx.step("use one", world.used.append, one)
+    two = ctx.step("two", world.number)
+    ctx.step("use two", world.used.append, two)
+    return [one, two]
+
+
+@app.task
+async def keeps_numbers_of_branches(ctx: AsyncContext) -> list[int]:
+    numbers = await asyncio.gather(ctx.step("one", world.number), ctx.step("two", world.number))
+    await ctx.step("use", world.used.extend, numbers)
+    return list(numbers)
+
+
+def same_numbers(world: World, outcome: TaskView) -> None:
+    assert outcome.status in ("succeeded", "canceled"), outcome.last_error
+    if outcome.status == "succeeded":
+        assert set(world.used) == set(outcome.result), f"used {world.used}, got {outcome.result}"
+
+
+@app.task
+def counts_its_starts(ctx: Context) -> str:
+    """A start is committed before `do`: no two have the same number."""
+    return ctx.effect("charge", world.charge, world.look)
+
+
+def started_in_turn(world: World, outcome: TaskView) -> None:
+    assert outcome.status in ("succeeded", "canceled"), outcome.last_error
+    assert len(world.charges) <= 1
+
+
+@app.task
+def books(ctx: Context) -> str:
+    """A business write is there if and only if its checkpoint is."""
+    ctx.transaction("one", book, "one")
+    ctx.transaction("two", book, "two")
+    return ctx.complete(book, "three")
+
+
+def booked_once(dsn: str, outcome: TaskView) -> None:
+    with psycopg.connect(dsn, autocommit=True) as db:
+        rows = [row[0] for row in db.execute("select what from booking order by 1")]
+    assert len(rows) == len(set(rows)), rows
+    expected = {*outcome.steps} | ({"three"} if outcome.status == "succeeded" else set())
+    assert set(rows) == expected, f"{rows}, and recorded are {sorted(expected)}"
+
+
+@app.task
+def waits_twice(ctx: Context) -> list[Any]:
+    """A signal is consumed once, and by whoever has it recorded."""
+    got: list[Any] = []
+    for number in (1, 2):
+        try:
+            got.append(ctx.wait_signal("paid", timeout=60, name=f"payment-{number}"))
+        except SignalTimeout:
+            got.append(None)
+        ctx.step(f"note-{number}", world.used.append, got[-1])
+    return got
+
+
+def got_it_once(world: World, outcome: TaskView) -> None:
+    assert outcome.status in ("succeeded", "canceled"), outcome.last_error
+    if outcome.status == "succeeded":
+        assert outcome.result == ["card", None], outcome.result
+        assert set(world.used) == {"card", None}, world.used
