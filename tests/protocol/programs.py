@@ -137,7 +137,7 @@ def a_signal_meets_a_task_that_goes_to_wait(isolation: str, commits: bool, waite
     )
 
 
-def a_wait_for_is_hurried_by_what_its_check_could_not_see(isolation: str, commits: bool) -> Program:
+def a_wait_for_meets_a_signal(isolation: str, commits: bool) -> Program:
     """Decision 6: a signal committed after the check began hurries, one before never does."""
 
     def check_begins(session: Session, memory: Memory) -> None:
@@ -217,7 +217,7 @@ def two_signals_meet_two_waiters(isolation: str, commits: bool) -> Program:
     )
 
 
-def two_deliverers_and_a_timed_out_waiter_that_is_claimed() -> Program:
+def two_deliverers_and_a_claim() -> Program:
     """H28: one signal, two waiters, the older of which is claimed by its time: either gets it."""
 
     def check(run: Run) -> None:
@@ -239,28 +239,32 @@ def two_deliverers_and_a_timed_out_waiter_that_is_claimed() -> Program:
     )
 
 
-def a_cancel_meets_the_delivery(isolation: str, commits: bool) -> Program:
+def a_cancel_meets_the_delivery(isolation: str, commits: bool, signals: int) -> Program:
     """A waiter that is canceled before delivery leaves the signal to the next (decision 6)."""
+
+    def begin(session: Session) -> Memory:
+        memory = two_waiters(session)
+        for _ in range(signals):
+            session.signal()
+        return memory
 
     def check(run: Run) -> None:
         nothing_is_lost(run)
-        consumed = run.session.scalar("select consumed_by::text from leasetask.task_signal")
-        assert consumed in (run.memory["id"], run.memory["other"])
-        assert woken(run, run.memory["other"]) == (consumed == run.memory["other"])
-        status = state_of(run, run.memory["id"]).status
-        assert (status == "canceled") == run.committed("caller")
-        if not run.committed("caller"):
-            assert consumed == run.memory["id"]
+        canceled = run.committed("caller")
+        older, newer = woken(run, run.memory["id"]), woken(run, run.memory["other"])
+        assert (state_of(run, run.memory["id"]).status == "canceled") == canceled
+        assert older or canceled, "the longest waiter comes first"
+        assert newer == (signals == 2 or not older)
         assert run.outcomes["deliverer"].blocked == 0
 
     return Program(
-        "cancel vs. deliver",
+        f"cancel vs. deliver of {signals}",
         (
             Actor("caller", (look, cancel), isolation, commits),
             Actor("deliverer", (deliver, deliver)),
             Actor("poll", (poll,)),
         ),
-        two_waiters_and_a_signal,
+        begin,
         check,
         may_fail,
     )
@@ -299,7 +303,7 @@ def a_latch_is_cleared_beside_its_delivery(isolation: str, commits: bool) -> Pro
 # ═══ Leases ════════════════════════════════════════════════════════════════════════════════════
 
 
-def a_fenced_business_write_meets_the_sweep_and_the_next_owner(isolation: str, commits: bool) -> Program:
+def a_fenced_write_meets_the_sweep(isolation: str, commits: bool) -> Program:
     """H02, H04, invariants 1, 2, 8: the write is there if and only if its checkpoint is."""
 
     def business(session: Session, memory: Memory) -> None:
@@ -361,7 +365,9 @@ UNTOUCHED = {
 }
 
 
-def the_end_of_a_run_meets_a_cancel(isolation: str, commits: bool, end: str, compensations: int) -> Program:
+def the_end_of_a_run_meets_a_cancel(
+    isolation: str, commits: bool, end: str, compensations: int
+) -> Program:
     """Decision 7: whoever comes second under the row's lock knows of the other; nothing forgotten."""
 
     def begin(session: Session) -> Memory:
@@ -409,7 +415,7 @@ def the_end_of_a_run_meets_a_cancel(isolation: str, commits: bool, end: str, com
     )
 
 
-def two_claims(commits: bool) -> Program:
+def three_claims(commits: bool) -> Program:
     """H21, invariant 1: each task has one owner, nobody waits, nobody gets more than was asked."""
 
     def begin(session: Session) -> Memory:
@@ -443,7 +449,7 @@ def two_claims(commits: bool) -> Program:
     )
 
 
-def a_claim_is_not_held_up_by_rows_that_a_user_holds() -> Program:
+def a_claim_meets_a_cancel() -> Program:
     """H43: an open transaction on the head of one lane hides no task of another."""
 
     def begin(session: Session) -> Memory:
@@ -505,7 +511,7 @@ def a_heartbeat_meets_the_sweep_and_the_prune(budget: str) -> Program:
     )
 
 
-def a_cancel_in_an_open_transaction_holds_up_one_task_of_a_batch(isolation: str, commits: bool) -> Program:
+def a_batch_of_heartbeats_meets_a_cancel(isolation: str, commits: bool) -> Program:
     """H43: the heartbeat of the others goes on; the held one is told to be `locked`."""
 
     def begin(session: Session) -> Memory:
@@ -569,9 +575,7 @@ def two_sweeps() -> Program:
 # ═══ Producers and operators ═══════════════════════════════════════════════════════════════════
 
 
-def two_producers_use_one_key(
-    isolation: str, other: str, commits: bool, inputs: str
-) -> Program:
+def two_producers_use_one_key(isolation: str, other: str, commits: bool, inputs: str) -> Program:
     """H44, invariant 7, decision 10: one task, known to both, and never no answer."""
 
     def enqueue(input: int) -> Step:
@@ -603,7 +607,7 @@ def two_producers_use_one_key(
     )
 
 
-def two_producers_of_many_keys_in_opposite_orders(isolation: str) -> Program:
+def three_producers_of_many_keys(isolation: str) -> Program:
     """H44: many keys in two orders never deadlock, and each input has its answer."""
 
     def enqueue(*keys: str) -> Step:
@@ -701,7 +705,7 @@ BESIDE_A_DELIVERY: dict[str, tuple[Step, ...]] = {
 }
 
 
-def a_delivery_is_stopped_everywhere(beside: str, signals: int, rows: bool) -> Program:
+def a_delivery_is_stopped(beside: str, signals: int, rows: bool) -> Program:
     """H28, decision 6: nothing that commits inside a delivery is slept over afterwards."""
 
     def begin(session: Session) -> Memory:
@@ -724,7 +728,7 @@ def a_delivery_is_stopped_everywhere(beside: str, signals: int, rows: bool) -> P
     )
 
 
-def a_delivery_meets_a_waiter_that_now_waits_elsewhere() -> Program:
+def a_delivery_meets_a_waiter_that_moves_on() -> Program:
     """H02, decision 6: a signal of one topic never becomes the result of a wait on another."""
 
     def move_on(session: Session, memory: Memory) -> None:
@@ -764,7 +768,7 @@ HOLDER_GATES = (
 )  # fmt: skip
 
 
-def the_holder_is_stopped_everywhere_while_its_lease_is_swept(call: str) -> Program:
+def the_holder_is_stopped_while_it_is_swept(call: str) -> Program:
     """H01, H02, H04, invariant 1: the next owner is never written over, whenever the first wakes."""
 
     def sweep_and_claim(session: Session, memory: Memory) -> Any:
@@ -800,7 +804,7 @@ def the_holder_is_stopped_everywhere_while_its_lease_is_swept(call: str) -> Prog
     )
 
 
-def the_sweep_is_stopped_everywhere_while_the_holder_comes_back(call: str, budget: str) -> Program:
+def the_sweep_is_stopped_while_the_holder_returns(call: str, budget: str) -> Program:
     """H01, H04, H05: what the holder wrote in time stands; the sweep looks again under the lock."""
 
     def begin(session: Session) -> Memory:
@@ -841,7 +845,7 @@ BESIDE_A_CLAIM: dict[str, Step] = {
 }
 
 
-def a_claim_is_stopped_everywhere(beside: str) -> Program:
+def a_claim_is_stopped(beside: str) -> Program:
     """H18, H21: a waiter taken by time is taken as it then is: once, and with one result."""
 
     def begin(session: Session) -> Memory:
@@ -877,7 +881,7 @@ def a_claim_is_stopped_everywhere(beside: str) -> Program:
     )
 
 
-def a_cancel_is_stopped_everywhere(end: str) -> Program:
+def a_cancel_is_stopped(end: str) -> Program:
     """Decision 7: whatever becomes of the task meanwhile, a cancel is never forgotten."""
 
     def check(run: Run) -> None:
@@ -907,7 +911,7 @@ BESIDE_AN_ENQUEUE: dict[str, Step] = {
 }
 
 
-def an_enqueue_is_stopped_everywhere(beside: str, before: str) -> Program:
+def an_enqueue_is_stopped(beside: str, before: str) -> Program:
     """Decision 10: idempotency has no window; there is always an answer, and the task it names."""
 
     def begin(session: Session) -> Memory:
@@ -939,7 +943,7 @@ def an_enqueue_is_stopped_everywhere(beside: str, before: str) -> Program:
     )
 
 
-def a_prune_or_a_retry_is_stopped_everywhere(stopped: str) -> Program:
+def a_prune_meets_a_retry(stopped: str) -> Program:
     """Invariant 5: a task that runs again is not emptied."""
 
     def begin(session: Session) -> Memory:
@@ -959,7 +963,14 @@ def a_prune_or_a_retry_is_stopped_everywhere(stopped: str) -> Program:
     def prune(session: Session, memory: Memory) -> Any:
         return session.value("prune", age=0)
 
-    pruner, operator = {
-        "prune": (Actor("pruner", (prune,), 1, ("prune",)), Actor("operator", (retry,))),
-        "retry": (Actor("pruner", (prune,), 1), Actor("operator", (retry,), 1, ("retry",))),
-    }[stopped]
+    def actor(name: str, call: str, step: Step) -> Actor:
+        stops = call == stopped
+        return Actor(name, (step,), at=1, gates=(call,) if stops else (), rows=stops)
+
+    return Program(
+        f"prune vs. retry, inside {stopped}",
+        (actor("pruner", "prune", prune), actor("operator", "retry", retry)),
+        begin,
+        check,
+        frozenset({"LT003"}),
+    )
