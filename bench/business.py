@@ -24,7 +24,7 @@ def cases(lab: Lab, adapted: Adapted) -> Iterator[Case]:
         for delay in (0, 2000):
             flush = "a flush of 2 ms" if delay else "the disk's own flush"
             run = partial(business, lab, adapted, clients, delay)
-            yield Case("business", f"{clients} clients, {flush}", "×", run, times=3)
+            yield Case("business", f"{clients} clients, {flush}", "×", run, times=lab.times)
 
 
 def business(lab: Lab, adapted: Adapted, clients: int, delay: int) -> Sample:

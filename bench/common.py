@@ -27,7 +27,7 @@ def cases(lab: Lab, engine: Engine, interpreter: Sequence[str]) -> Iterator[Case
     tasks = int(lab.size(20_000, 10_000) * slow)
     slow_steps = 1.0 if engine.name == "leasetask" else 0.3
     run_steps = int(lab.size(1_000, 1_000) * slow_steps)
-    long = lab.size(10_000, 10_000) if engine.name == "leasetask" else 1_000
+    long = lab.size(10_000, 4_000) if engine.name == "leasetask" else 1_000
     yield Case("drain", engine.name, "tasks/s", lambda: drain(lab, adapter, "noop", tasks), BATCHED)
     if "steps" in engine.able:
         run = partial(drain, lab, adapter, "steps", run_steps, units=10)
@@ -47,7 +47,7 @@ def cases(lab: Lab, engine: Engine, interpreter: Sequence[str]) -> Iterator[Case
     yield Case(
         "enqueue many", engine.name, "tasks/s", lambda: enqueue(lab, adapter, "enqueue", many), COPY
     )
-    n = lab.size(300, 100)
+    n = lab.size(300, 60)
     yield Case("pick-up", engine.name, "ms", lambda: pick_up(lab, adapter, n))
     if "signal wake" in engine.able:
         yield Case("signal wake", engine.name, "ms", lambda: signal_wake(lab, adapter, n))

@@ -33,7 +33,7 @@ def cases(lab: Lab, adapted: Adapted) -> Iterator[Case]:
     n = lab.size(20_000, 10_000)
     for rows in (0, 10**5) if lab.quick else (0, 10**5, 10**6, 10**7):
         run = partial(drain, lab, adapted, "noop", n, prepare=partial(fill, rows), watch=sampled)
-        times = 1 if rows == 10**7 else 3
+        times = 1 if rows == 10**7 else lab.times
         yield Case(
             "backlog",
             f"{rows:,} future, {rows:,} finished, {rows // 10:,} unsupported",
@@ -45,7 +45,11 @@ def cases(lab: Lab, adapted: Adapted) -> Iterator[Case]:
     for held in (False, True):
         name = f"{many:,} tasks, snapshot {'held open' if held else 'not held'}"
         yield Case(
-            "snapshot", name, "tasks/s", partial(under_snapshot, lab, adapted, many, held), times=3
+            "snapshot",
+            name,
+            "tasks/s",
+            partial(under_snapshot, lab, adapted, many, held),
+            times=lab.times,
         )
     for workers in (1, 2) if lab.quick else (1, 2, 4, 8):
         run = partial(drain, lab, adapted, "noop", 2 * n, workers=workers)
@@ -54,7 +58,7 @@ def cases(lab: Lab, adapted: Adapted) -> Iterator[Case]:
             f"{workers} worker process{'es' if workers > 1 else ''}",
             "tasks/s",
             run,
-            times=3,
+            times=lab.times,
         )
 
 
@@ -62,7 +66,7 @@ def fill(rows: int, dsn: str) -> None:
     """Rows that no claim may walk past."""
     with psycopg.connect(dsn, autocommit=True) as conn:
         for statement, n in ((_FUTURE, rows), (_FINISHED, rows), (_UNSUPPORTED, rows // 10)):
-            conn.execute(statement.replace("%s", str(n)).replace("%%", "%"))  # type: ignore[arg-type]
+            conn.execute(statement.replace("%s", str(n)).replace("%%", "%"))
 
 
 def sampled(adapter: Adapter) -> Callable[[], bool]:

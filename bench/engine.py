@@ -107,7 +107,7 @@ class Adapter:
 
     def tasks_left(self) -> int:
         """Count the tasks that are not done."""
-        row = self.conn.execute(f"/* observer */ {self.engine.left}").fetchone()  # type: ignore[arg-type]
+        row = self.conn.execute(f"/* observer */ {self.engine.left}").fetchone()
         assert row is not None
         return int(row[0])
 

@@ -46,6 +46,11 @@ class Lab:
         self.quick = quick
         self._numbers = itertools.count(1)
 
+    @property
+    def times(self) -> int:
+        """Return how often what takes long is repeated."""
+        return 1 if self.quick else 3
+
     def size(self, full: int, quick: int) -> int:
         """Return how many units this run takes."""
         return quick if self.quick else full

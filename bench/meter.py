@@ -105,7 +105,7 @@ class Meter:
 
     def value(self, query: str) -> Any:
         """Return the single value of a query."""
-        row = self._conn.execute(query).fetchone()  # type: ignore[arg-type]  # constants, all of them
+        row = self._conn.execute(query).fetchone()
         assert row is not None
         return row[0]
 

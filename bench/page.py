@@ -105,7 +105,7 @@ def _how(results: dict[str, Any], file: Path) -> Iterator[str]:
     yield f"- Server: PostgreSQL {server['version']} ({server['origin']}), {settings}."
     yield (
         "- Medians, and in brackets the lowest and highest repetition; repetitions of all cases are "
-        "interleaved. Costs are per unit. A ratio within this page counts, a figure alone does not."
+        "interleaved. Costs are per unit; CPU of what ended before it could be read is left out. A ratio within this page counts, a figure alone does not."
     )
     yield ""
 

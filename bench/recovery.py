@@ -12,7 +12,7 @@ from bench.lab import Case, Lab, Sample, wait_until
 
 def cases(lab: Lab, adapted: Adapted) -> Iterator[Case]:
     """A short lease; in a full run the default one too."""
-    yield Case("recovery", "lease 3 s", "s", partial(recovery, adapted, 3), times=3)
+    yield Case("recovery", "lease 3 s", "s", partial(recovery, adapted, 3), times=lab.times)
     if not lab.quick:
         yield Case(
             "recovery", "lease 30 s, the default", "s", partial(recovery, adapted, 30), times=1

@@ -59,7 +59,7 @@ class Server:
         self._run(statement.format(sql.Identifier(name), sql.Literal(value)))
         self._run(sql.SQL("select pg_reload_conf()"))
 
-    def _run(self, statement: sql.Composable) -> None:
+    def _run(self, statement: sql.Composed | sql.SQL) -> None:
         with psycopg.connect(self.dsn, autocommit=True) as conn:
             conn.execute(statement)
 
@@ -76,9 +76,19 @@ def running() -> Iterator[Server]:
     options = ["-k", str(folder), "-c", "listen_addresses="]
     for name, value in SETTINGS.items():
         options += ["-c", f"{name}={value}"]
-    control = [binaries / "pg_ctl", "-D", data, "-w", "-s"]
+    control: list[str | Path] = [binaries / "pg_ctl", "-D", data, "-w", "-s"]
     try:
-        initdb = [binaries / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8"]
+        initdb: list[str | Path] = [
+            binaries / "initdb",
+            "-D",
+            data,
+            "-U",
+            "postgres",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+        ]
         _as(user, [*initdb, "--locale=C"])
         _as(user, [*control, "-l", folder / "log", "-o", " ".join(options), "start"])
         dsn = make_conninfo(host=str(folder), user="postgres", dbname="postgres")

@@ -18,7 +18,7 @@ from typing import Any
 
 import psycopg
 
-from leasetask import App, Context, NonRetryable, Retry
+from leasetask import App, Context, Done, NonRetryable, NotDone, Retry
 
 Connection = psycopg.Connection[Any]
 CHUNK = 1024 * 1024
@@ -56,7 +56,12 @@ def ingest(ctx: Context, media: Media) -> Ingested:
     and has to be written for that.
     """
     sha256 = ctx.step("hash", digest, ctx, media.source)
-    target = ctx.step("copy", copy, ctx, media.source, media.target, compensate=delete)
+    target = ctx.effect(
+        "copy",
+        lambda attempt: copy(ctx, media.source, media.target),
+        lambda attempt: find_copy(ctx, media, sha256),
+        compensate=delete,
+    )
     ctx.step("verify", verify, ctx, target, sha256)
     ctx.transaction("record", record, ctx.task_id, media.source, target, sha256)
     return Ingested(target, sha256)
@@ -94,6 +99,14 @@ def copy(ctx: Context, source: str, target: str) -> str:
         for part in parts:  # ours if we could not finish, and what killed runs left
             part.unlink(missing_ok=True)
     return target
+
+
+def find_copy(ctx: Context, media: Media, sha256: str) -> Done[str] | NotDone:
+    """Say what became of a copy that was begun and not recorded: its path, size and hash tell."""
+    goal, source = Path(media.target), Path(media.source)
+    if not goal.is_file() or goal.stat().st_size != source.stat().st_size:
+        return NotDone()
+    return Done(media.target) if digest(ctx, media.target) == sha256 else NotDone()
 
 
 def delete(target: str) -> None:

@@ -46,6 +46,12 @@ class NotingContext(Context):
         """As `Context.transaction`."""
         return super().transaction(name, self._noted(name, function, 0), *args, **options)
 
+    def effect(
+        self, name: str, do: Callable[..., T], reconcile: Callable[..., Any], **options: Any
+    ) -> T:
+        """As `Context.effect`."""
+        return super().effect(name, self._noted(name, do, _pause), reconcile, **options)
+
     def _noted(self, name: str, function: Callable[..., T], pause: float) -> Callable[..., T]:
         @functools.wraps(function)  # keeps the annotations, by which results are converted
         def body(*args: Any) -> T:

@@ -284,7 +284,7 @@ class Hand:
         runs = 0
         while row := await self._claim():
             runs += 1
-            await asyncio.get_running_loop().create_task(self._run(row))
+            await asyncio.get_running_loop().create_task(self.run(row))
         return runs
 
     def learn_of_cancel(self, task_id: str) -> None:
@@ -326,7 +326,8 @@ class Hand:
             rows = await self._engine.wire.ask(protocol.deliver(topics))
             topics = [topic for topic, _, again in rows if again]
 
-    async def _run(self, row: tuple[Any, ...]) -> None:
+    async def run(self, row: tuple[Any, ...]) -> None:
+        """Run what a claim has given, to its outcome."""
         run, watcher = await self._prepare(protocol.claimed(row))
         self._runs.append(run)
         outcome = await execute(run, self._engine.threads)

@@ -90,6 +90,7 @@ class Session:
             for name, names, types in conn.execute(_SIGNATURES).fetchall()
         }
         self._seconds: float | None = None
+        self._runs = 0
         if seconds is not None:
             self.at(seconds)
 
@@ -151,8 +152,10 @@ class Session:
         return [row for row in self.call("claim", owner=owner, n=n, **arguments) if row.id]
 
     def run(self, key: str | None = None, owner: str = "w", **more: Any) -> tuple[str, str]:
-        """Enqueue a task and claim it; return its id and token. Nothing else may be due."""
-        id = self.enqueue(key, **more)
+        """Enqueue a task before all others and claim it; return its id and token."""
+        self._runs += 1
+        first = START - timedelta(days=self._runs)
+        id = self.enqueue(key, **{"priority": -1, "at": first} | more)
         (row,) = self.claim(owner)
         assert str(row.id) == id
         return id, str(row.lease_token)
@@ -161,6 +164,12 @@ class Session:
         """Record steps of one task."""
         return self.call(
             "checkpoint", ids=[id], tokens=[token], patches=[patch], **{"lease": LEASE} | more
+        )[0]
+
+    def note(self, id: str, token: str | None, patch: Any, **more: Any) -> Any:
+        """Note what is known of an open step of one task."""
+        return self.call(
+            "note", ids=[id], tokens=[token], patches=[patch], **{"lease": LEASE} | more
         )[0]
 
     def finish(self, id: str, token: str | None, result: Any = None) -> Any:

@@ -755,9 +755,7 @@ HOLDER_CALLS: dict[str, Step] = {
     "large checkpoint": lambda s, m: s.checkpoint(
         m["id"], m["token"], {"s": {"n": 1, "ok": "mine" + "x" * 3000}}
     ),
-    "note": lambda s, m: s.call(
-        "note", ids=[m["id"]], tokens=[m["token"]], patches=[{"s": {"started": 1}}], lease=LEASE
-    )[0],
+    "note": lambda s, m: s.note(m["id"], m["token"], {"s": {"started": 1}}),
     "heartbeat": lambda s, m: s.heartbeat(m["id"], m["token"]),
     "abandon": lambda s, m: s.call("abandon", ids=[m["id"]], tokens=[m["token"]], seconds=5)[0],
     **ENDS,
