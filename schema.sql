@@ -1023,15 +1023,17 @@ declare
   ending record;
 begin
   retry := array(
-    select coalesce(i.retryable and not coalesce(i.outright, false) and t.attempts < t.max_attempts, false)
+    select coalesce(i.retryable and not coalesce(i.outright, false)
+                    and t.attempts + t.abandoned::int < t.max_attempts, false)
     from unnest(ids, retryable, outright) with ordinality as i (id, retryable, outright, ord)
     left join leasetask.task t on t.id = i.id order by i.ord);
 
   update leasetask.task t
   set status = 'pending',
+      attempts = t.attempts + t.abandoned::int,  -- abandon took one back, for an end that never came
       next_run_at = now_ + coalesce(
         make_interval(secs => i.delay),
-        leasetask.backoff(t.attempts, t.backoff_initial, t.backoff_factor, t.backoff_max, t.backoff_jitter)),
+        leasetask.backoff(t.attempts + t.abandoned::int, t.backoff_initial, t.backoff_factor, t.backoff_max, t.backoff_jitter)),
       last_error = case when t.compensating is null then i.error else t.last_error end,
       released_token = t.lease_token,
       lease_owner = null, lease_until = null, lease_token = null,
@@ -1371,7 +1373,7 @@ begin
   end if;
   delete from leasetask.lost_owner o where o.owner = any (array(
     select x.owner from leasetask.lost_owner x
-    where x.noticed_at < now_ - interval '1 day' for update skip locked));
+    where x.noticed_at < now_ - interval '24 hours' for update skip locked));
   delete from leasetask.idle_worker w where w.owner = any (array(
     select x.owner from leasetask.idle_worker x
     where x.since < now_ - interval '1 minute' for update skip locked));
@@ -1510,7 +1512,7 @@ end $$;
 -- day; signals that nobody consumed after `signal_age`. At most n of each a call, rows that somebody holds left alone;
 -- answers how many rows it touched: call it until that is 0.
 create or replace function leasetask.prune(
-  age interval default '30 days', signal_age interval default '90 days',
+  age interval default '720 hours', signal_age interval default '2160 hours',
   forget_keys boolean default false, n int default 1000
 ) returns int
 language plpgsql
@@ -1519,13 +1521,17 @@ set enable_bitmapscan = off
 as $$
 declare
   now_  timestamptz := leasetask.clock();
+  -- A day has 24 hours here, whatever the session's time zone does in spring.
+  ended timestamptz := now_ - make_interval(secs => extract(epoch from age)::float8);
+  kept  timestamptz := least(ended, now_ - interval '24 hours');
+  sent  timestamptz := now_ - make_interval(secs => extract(epoch from signal_age)::float8);
   ids   uuid[];
   total int;
   rows_ int;
 begin
   ids := array(
     select t.id from leasetask.task t
-    where t.finished_at < now_ - age and t.finished_at is not null
+    where t.finished_at < ended and t.finished_at is not null
       and (forget_keys or t.pruned_at is null)
     order by t.finished_at limit n for update skip locked);
   if forget_keys then
@@ -1541,9 +1547,9 @@ begin
 
   delete from leasetask.task_signal s where s.id = any (array(
     select x.id from leasetask.task_signal x
-    where x.consumed_at < now_ - greatest(age, interval '1 day')
-       or (x.consumed_by is null and not x.sticky and x.created_at < now_ - signal_age)
-       or (x.sticky and x.created_at < now_ - greatest(age, interval '1 day') and exists (
+    where x.consumed_at < kept
+       or (x.consumed_by is null and not x.sticky and x.created_at < sent)
+       or (x.sticky and x.created_at < kept and exists (
              select from leasetask.task_signal y where y.topic = x.topic and y.sticky and y.id > x.id))
     order by x.id limit n for update skip locked));
   get diagnostics rows_ = row_count;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,6 +36,7 @@ def run(caught: Caught, dsn: str) -> None:
     if caught.check is not None:
         session = scratch(dsn)
         try:
+            session.clear()
             caught.check(session)
         finally:
             session.conn.close()
@@ -46,6 +48,12 @@ def run(caught: Caught, dsn: str) -> None:
             explorer.close()
 
 
+def told(error: BaseException) -> str:
+    """Return the error's text and the line of the check that raised it."""
+    first = error.__cause__ or error
+    return f"{error}\n{traceback.extract_tb(first.__traceback__)[-1].line}"
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_caught(databases: Databases, mutant: Mutant) -> None:
     script = mutant.apply(schema.sql())
@@ -54,7 +62,7 @@ def test_a_mutant_is_caught(databases: Databases, mutant: Mutant) -> None:
         pytest.raises((AssertionError, psycopg.Error)) as failure,
     ):
         run(mutant.caught, dsn)
-    assert re.search(mutant.caught.says, str(failure.value)), failure.value
+    assert re.search(mutant.caught.says, told(failure.value)), told(failure.value)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
