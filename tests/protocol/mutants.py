@@ -357,7 +357,10 @@ MUTANTS = (
     ),
     Mutant(
         "a suspension that overlooks a cancel",
-        (("u.held and not u.cancel as held", "u.held as held"),),
+        (
+            ("u.held and not u.cancel as held", "u.held as held"),
+            ("  if true = any (cancel) then\n    canceled", "  if false then\n    canceled"),
+        ),
         orders(
             "",
             lambda: programs.the_end_of_a_run_meets_a_cancel(READ_COMMITTED, True, "suspend", 0),
