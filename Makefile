@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo check soak clean
+.PHONY: test demo check soak bench bench-quick clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,12 @@ check: $(READY)
 
 soak: $(READY)
 	LEASETASK_SOAK=1 $(BIN)/pytest -n 2
+
+bench: $(READY)
+	$(BIN)/python -m bench full
+
+bench-quick: $(READY)
+	$(BIN)/python -m bench quick
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -140,7 +140,7 @@ create table if not exists leasetask.task (
     compensating in ('failed', 'canceled', 'dead'))
 )
 -- A row triples while its steps are recorded, and a batch's old versions can only be pruned after its
--- commit: with this much room on each page, 95 % of checkpoints stay HOT (bench/README.md). Claims and
+-- commit: with this much room on each page, 95 % of checkpoints stay HOT. Claims and
 -- ends leave dead rows faster than the default vacuum threshold is made for.
 with (fillfactor = 25, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
       autovacuum_analyze_scale_factor = 0.05, autovacuum_vacuum_cost_delay = 0);

@@ -23,6 +23,9 @@ def main() -> None:
         command.add_argument("--repetitions", type=int, default=REPETITIONS[mode])
         command.add_argument("--only", action="append", help="a workload; may be given again")
         command.add_argument("--engine", action="append", help="an engine; may be given again")
+        command.add_argument(
+            "--most-rows", type=int, default=10**7, help="in the backlog; 10,000,000 take 15 GB"
+        )
         command.add_argument("--no-page", action="store_true", help="keep bench/README.md as it is")
     commands.add_parser("page").add_argument("results", type=Path, nargs="?")
     asked = parser.parse_args()
@@ -38,7 +41,7 @@ def measure(asked: argparse.Namespace) -> None:
     names = asked.engine or ([] if quick else [peer.name for peer in PEERS])
     peers = [peer for peer in PEERS if peer.name in names]
     with server.running() as running:
-        lab = Lab(running, quick=quick)
+        lab = Lab(running, quick=quick, most_rows=asked.most_rows)
         kept, skipped, cases = {}, {}, []
         for engine in (LEASETASK, *peers):
             try:

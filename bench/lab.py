@@ -41,9 +41,10 @@ class Case:
 class Lab:
     """A run's server and size."""
 
-    def __init__(self, server: Server, *, quick: bool) -> None:
+    def __init__(self, server: Server, *, quick: bool, most_rows: int = 10**7) -> None:
         self.server = server
         self.quick = quick
+        self.most_rows = most_rows
         self._numbers = itertools.count(1)
 
     @property

@@ -30,12 +30,8 @@ def setup() -> None:
     client().create_queue(QUEUE)
 
 
-def inputs(kind: str, n: int) -> list[int]:
-    return [n] if kind == "long" else list(range(n))
-
-
 def enqueue(kind: str, n: str) -> float:
-    to, values = client(), inputs(kind, int(n))
+    to, values = client(), marks.inputs(kind, n)
     return marks.timed(lambda: [to.spawn(kind, {"i": i}, queue=QUEUE) for i in values])
 
 
@@ -92,17 +88,7 @@ def returning(number: int) -> Any:
     return step
 
 
-def work() -> None:
-    asyncio.run(serve())
-
-
-marks.run(
-    {
-        "setup": setup,
-        "enqueue": enqueue,
-        "single": enqueue,
-        "paced": paced,
-        "signal": send,
-        "work": work,
-    }
-)
+marks.run({
+    "setup": setup, "enqueue": enqueue, "single": enqueue, "paced": paced, "signal": send,
+    "work": lambda: asyncio.run(serve()),
+})  # fmt: skip

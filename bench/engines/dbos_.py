@@ -9,8 +9,6 @@ import marks
 from dbos import DBOS, DBOSClient
 
 URL = marks.DSN.replace("postgresql://", "postgresql+psycopg://", 1)
-QUEUE = "bench"
-VERSION = "1"
 
 
 @DBOS.workflow()
@@ -54,17 +52,12 @@ async def wait(i: int) -> None:
 
 
 def launch() -> None:
-    DBOS(
-        config={
-            "name": "bench",
-            "system_database_url": URL,
-            "sys_db_pool_size": 20,
-            "log_level": "ERROR",
-            "application_version": VERSION,
-        }
-    )
+    DBOS(config={
+        "name": "bench", "system_database_url": URL, "sys_db_pool_size": 20,
+        "log_level": "ERROR", "application_version": "1",
+    })  # fmt: skip
     DBOS.launch()
-    DBOS.register_queue(QUEUE, worker_concurrency=100, polling_interval_sec=0.01)
+    DBOS.register_queue("bench", worker_concurrency=100, polling_interval_sec=0.01)
 
 
 def setup() -> None:
@@ -73,23 +66,18 @@ def setup() -> None:
 
 
 def enqueuer() -> Any:
-    to = DBOSClient(system_database_url=URL)
+    client = DBOSClient(system_database_url=URL)
+    fixed = {"queue_name": "bench", "app_version": "1"}
 
     def one(kind: str, i: int) -> None:
-        options = {
-            "queue_name": QUEUE,
-            "workflow_name": kind,
-            "workflow_id": f"{kind}-{i}",
-            "app_version": VERSION,
-        }
-        to.enqueue(options, i)
+        client.enqueue({**fixed, "workflow_name": kind, "workflow_id": f"{kind}-{i}"}, i)
 
     return one
 
 
 def enqueue(kind: str, n: str) -> float:
-    one, values = enqueuer(), [int(n)] if kind == "long" else range(int(n))
-    return marks.timed(lambda: [one(kind, i) for i in values])
+    one = enqueuer()
+    return marks.timed(lambda: [one(kind, i) for i in marks.inputs(kind, n)])
 
 
 def paced(kind: str, n: str, seconds: str) -> list[float]:
@@ -107,13 +95,6 @@ def work() -> None:
     threading.Event().wait()
 
 
-marks.run(
-    {
-        "setup": setup,
-        "enqueue": enqueue,
-        "single": enqueue,
-        "paced": paced,
-        "signal": send,
-        "work": work,
-    }
-)
+marks.run({
+    "setup": setup, "enqueue": enqueue, "single": enqueue, "paced": paced, "signal": send, "work": work,
+})  # fmt: skip

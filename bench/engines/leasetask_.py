@@ -65,12 +65,8 @@ async def hold(ctx: AsyncContext, i: int) -> None:
         await asyncio.sleep(600)
 
 
-def inputs(kind: str, n: int) -> list[int]:
-    return [n] if kind == "long" else list(range(n))
-
-
 def enqueue(kind: str, n: str) -> float:
-    values = inputs(kind, int(n))
+    values = marks.inputs(kind, n)
     return marks.timed(
         lambda: [
             app.enqueue_many(kind, values[i : i + 10_000]) for i in range(0, len(values), 10_000)

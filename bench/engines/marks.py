@@ -32,6 +32,11 @@ def step(number: int, total: int) -> None:
         note(f"step-{number - total if number > 100 else number}", number)
 
 
+def inputs(kind: str, n: str) -> list[int]:
+    """Return the tasks' inputs: a long task is one, of n steps."""
+    return [int(n)] if kind == "long" else list(range(int(n)))
+
+
 def run(commands: dict[str, Callable[..., Any]]) -> None:
     """Run the command that this process was asked for and print its answer."""
     name, *arguments = sys.argv[1:]

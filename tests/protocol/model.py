@@ -18,6 +18,13 @@ Json = Any
 Answer = tuple[Any, ...]
 
 DAY = 86400.0
+
+
+def moment(at: float | None) -> float:
+    """Return a time; none at all never comes."""
+    return inf if at is None else at
+
+
 FINISHED = ("succeeded", "failed", "canceled", "dead")
 
 
@@ -269,16 +276,18 @@ class Model:
         task.steps |= patch
         task.open_steps = {k: v for k, v in task.open_steps.items() if k not in patch}
         task.compensations += registered
-        task.attempts, task.swept, task.suspect = 1, 0, False
+        task.attempts = 0 if task.abandoned else 1
+        task.swept, task.suspect = 0, False
         self._renew(task, lease)
         return ("done", cancel, None)
 
     def note(self, handle: Handle, patch: dict[str, Json], lease: float) -> Answer:
-        """Note what is known of open steps; the tests' notes are plain numbers."""
+        """Note what is known of open steps."""
         task, held, cancel = self._take(handle)
         if task is None or not held:
             return ("lost", cancel)
-        if task.open_steps | patch == task.open_steps:
+        known = task.open_steps
+        if all(name in known and patch[name].items() <= known[name].items() for name in patch):
             return ("already", cancel)
         task.open_steps |= patch
         self._renew(task, lease)
@@ -317,7 +326,7 @@ class Model:
             task.wait_topic, task.wait_until, task.waiting_since = wait.topic, until, self.now
             task.known_signals = wait.known_signals
             task.undelivered = wait.topic is not None
-            task.next_run_at = min(until or inf, task.deadline or inf)
+            task.next_run_at = min(moment(until), moment(task.deadline))
             task.open_steps.pop(wait.name, None)
             task.leave_lease(own=True)
         return self._ended(handle, held)
@@ -423,7 +432,7 @@ class Model:
         for task in self.tasks.values():
             if task.lease_owner is not None:
                 held[task.lease_owner] = held.get(task.lease_owner, 0) + 1
-        out = {t.id for t in self.tasks.values() if (t.lease_until or inf) < self.now}
+        out = {t.id for t in self.tasks.values() if moment(t.lease_until) < self.now}
         leases, expiries = rows[: len(out)], rows[len(out) :]
         assert {id for id, _ in leases} <= out
         assert len(leases) == min(n, len(out)), "a sweep takes all that it may"
@@ -438,7 +447,7 @@ class Model:
             task
             for task in self.tasks.values()
             if task.status in ("pending", "waiting")
-            and (task.deadline or inf) <= self.now
+            and moment(task.deadline) <= self.now
             and task.compensating is None
         ]
         assert len(expiries) == min(n - len(leases), len(late))
@@ -481,7 +490,11 @@ class Model:
         since = (task.last_error or {}).get("n", inf)
         task.steps = {name: r for name, r in task.steps.items() if r["n"] < since}
         task.compensations = sum("compensate" in r for r in task.steps.values())
-        task.open_steps = {}
+        task.open_steps = {
+            name: {k: v for k, v in note.items() if k != "tries"}
+            for name, note in task.open_steps.items()
+            if "started" in note
+        }
         task.status, task.attempts, task.swept, task.suspect = "pending", 0, 0, False
         task.next_run_at = self.now
         task.deadline = None if task.deadline_after is None else self.now + task.deadline_after
@@ -494,8 +507,7 @@ class Model:
         old = [
             task
             for task in self.tasks.values()
-            if (task.finished_at if task.finished_at is not None else inf) < self.now - age
-            and (forget_keys or task.pruned_at is None)
+            if moment(task.finished_at) < self.now - age and (forget_keys or task.pruned_at is None)
         ]
         for task in old:
             if forget_keys:
