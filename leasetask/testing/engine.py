@@ -43,7 +43,7 @@ from leasetask.model import (
 )
 from leasetask.run import Run
 from leasetask.testing.loop import Loop, Switch, bury, switch_here
-from leasetask.testing.probe import Probe, Registered, Script, Watcher
+from leasetask.testing.probe import Point, Probe, Registered, Script, Watcher
 from leasetask.threads import Threads
 from leasetask.transactions import Isolation, Keeper
 
@@ -79,14 +79,16 @@ class Engine:
     Args:
         app: declares the tasks.
         dsn: a migrated scratch database of this engine's own.
+        attach: another engine has made it ready, in another process; its clock is this one's too.
     """
 
-    def __init__(self, app: App, dsn: str) -> None:
+    def __init__(self, app: App, dsn: str, *, attach: bool = False) -> None:
         self.app = app
         self.dsn = dsn
         self.db: psycopg.Connection[Any] = connect(dsn, name="leasetask test")
-        self.db.execute(_CLOCK)
-        self.db.execute(_FORGETFUL)
+        if not attach:
+            self.db.execute(_CLOCK)
+            self.db.execute(_FORGETFUL)
         self._place = _Place(app, dsn)
         self._loop = Loop()
         self._loop.set_task_factory(task_factory)
@@ -216,9 +218,9 @@ class Engine:
 
     # --- what workers need -------------------------------------------------------------------------
 
-    def hand(self, name: str, script: Script | None = None) -> Hand:
+    def hand(self, name: str, script: Script | None = None, probe: type[Probe] = Probe) -> Hand:
         """Return a new worker, with an identity of its own."""
-        return self.call(Hand.create(self, name, script))
+        return self.call(Hand.create(self, name, script, probe))
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the engine's event loop."""
@@ -262,10 +264,12 @@ def _id_of(task: Enqueued | str) -> str:
 class Hand:
     """One worker of a test engine: claims one task at a time and runs it to its outcome."""
 
-    def __init__(self, engine: Engine, name: str, script: Script | None) -> None:
+    def __init__(
+        self, engine: Engine, name: str, script: Script | None, probe: type[Probe]
+    ) -> None:
         self.name = name
         self.switch = Switch()
-        self.probe = None if script is None else Probe(name, script, self.switch, engine.loop)
+        self.probe = None if script is None else probe(name, script, self.switch, engine.loop)
         self._engine = engine
         self._committer = Committer(engine.wire)
         self._runs: list[_WatchedRun] = []
@@ -273,10 +277,17 @@ class Hand:
         context.run(switch_here.set, self.switch)
         self._serving = engine.loop.create_task(self._committer.serve(), context=context)
 
+    @property
+    def points(self) -> list[Point]:
+        """What it has come to."""
+        return [] if self.probe is None else self.probe.points
+
     @classmethod
-    async def create(cls, engine: Engine, name: str, script: Script | None) -> Hand:
+    async def create(
+        cls, engine: Engine, name: str, script: Script | None, probe: type[Probe]
+    ) -> Hand:
         """Make one inside the engine's event loop."""
-        return cls(engine, name, script)
+        return cls(engine, name, script, probe)
 
     async def drain(self) -> int:
         """Run all that is due; returns how many runs it took."""

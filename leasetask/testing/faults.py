@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from leasetask.model import Enqueued, TaskView
 from leasetask.testing import report
 from leasetask.testing.engine import LEASE, Engine, Hand
 from leasetask.testing.probe import Log, Point, Script
+from leasetask.testing.process import Child, Processes
 from leasetask.testing.schedule import ALL_FAULTS, Fault, FaultKind, Schedule, in_words, parse
 from leasetask.testing.server import scratch_database
 
@@ -100,6 +102,7 @@ class Scenario:
         check: called with the world and the task's view at the end; raises or returns False when
             something is wrong.
         signals: what the outside sends, by topic.
+        processes: starts the workers that are to crash or freeze as processes of their own.
     """
 
     task: Callable[..., Any] | str
@@ -107,11 +110,14 @@ class Scenario:
     world: Callable[..., Any] | None = None
     check: Callable[[Any, TaskView], Any] = lambda world, outcome: True
     signals: Mapping[str, Any] = field(default_factory=dict)
+    processes: Processes | None = None
 
     def play(self, engine: Engine, schedule: Schedule = ()) -> Played:
         """Run the task once under a schedule, and judge it."""
         engine.reset()
         world = _make(self.world, engine.dsn)
+        if self.processes is not None and self.processes.served is not None:
+            self.processes.served.world = world
         enqueued = engine.enqueue(self.task, self.input, key="crash-anywhere")
         if all(fault.kind != "silence" for fault in schedule):
             self.send_signals(engine)
@@ -180,6 +186,8 @@ def crash_anywhere(
     seed: int = 0,
     only: str | None = None,
     dsn: str | None = None,
+    mode: Literal["parked", "process"] = "parked",
+    world_at: str | None = None,
 ) -> Survived:
     """Run a task with a fault at every point, and check what must hold at the end.
 
@@ -202,15 +210,28 @@ def crash_anywhere(
             of crashes.
         only: replay one schedule, as a report names it: "crash@7" or "crash@7 zombie@3".
         dsn: a migrated scratch database; one is made by default.
+        mode: "parked": a crashed worker stands still for ever, in this process. "process": the
+            workers that are to crash or freeze are processes, which really get SIGKILL and SIGSTOP;
+            some half a second each, so rather for `faults=["crash"]`. They import the App by the
+            name of its module, where the task too has to be declared. The other workers, and all
+            those of other faults, are in this process.
+        world_at: with "process", the `module:attribute` by which handlers reach the world. It
+            stays in this process; there a proxy stands for it, whose calls and attributes travel
+            pickled. Not needed for a world in the database or in files.
 
     Returns:
         How many points and schedules there were.
 
     Raises:
         DoesNotSurvive: names the smallest failing schedule, and what would mend it.
+        ConfigurationError: `only` names no schedule; or another process cannot import the App.
     """
-    scenario = Scenario(task, input, world, check, signals or {})
-    with scratch_database(dsn) as scratch, Engine(app, scratch) as engine:
+    with ExitStack() as stack:
+        processes = Processes(app, task, world_at) if mode == "process" else None
+        if processes is not None:
+            stack.callback(processes.close)
+        scenario = Scenario(task, input, world, check, signals or {}, processes)
+        engine = stack.enter_context(Engine(app, stack.enter_context(scratch_database(dsn))))
         if only is not None:
             scenario.assert_survives(engine, parse(only))
             return Survived(0, {"only": 1})
@@ -365,6 +386,36 @@ class _Hangs(Exception):
     """A worker does not come to another point."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    """A worker that stands still; `wake` gives what it is doing then."""
+
+    name: str
+    wake: Callable[[], Future[Any]]
+
+
+def _awake(hand: Hand, running: Future[int]) -> Callable[[], Future[int]]:
+    def wake() -> Future[int]:
+        assert hand.probe is not None
+        hand.probe.wake()
+        return running
+
+    return wake
+
+
+def _in_a_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
 class _Stage:
     """Brings one worker after another on, until all has ended that they and the faults set going."""
 
@@ -376,8 +427,9 @@ class _Stage:
         self._task = task
         self._schedule = schedule
         self._script = Script(schedule, self._meddle)
-        self._hands: list[Hand] = []
-        self._frozen: list[tuple[Hand, Future[int]]] = []
+        self._workers: list[Hand | Child] = []
+        self._frozen: list[_Frozen] = []
+        self._woken: list[tuple[str, Future[Any]]] = []
         self._names = ("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[n % 26] for n in itertools.count())
         self._since = engine.server_time()
         self._hung: str | None = None
@@ -390,16 +442,18 @@ class _Stage:
                 pass
         except _Hangs as hang:
             self._hung = str(hang)
-        for hand in self._hands:
-            if hand.probe is None or hand.probe.stopped_by is None:
-                self._engine.call(hand.retire())
+        for worker in self._workers:
+            if isinstance(worker, Child):
+                worker.end()
+            elif not worker.switch.frozen:
+                self._engine.call(worker.retire())
 
     def played(self, world: Any) -> Played:
         """Tell what happened."""
         return Played(
             self._schedule,
             self._engine.get(self._task.id),
-            [hand.probe.points for hand in self._hands if hand.probe is not None],
+            [worker.points for worker in self._workers],
             self._script.log,
             world,
             hung=self._hung,
@@ -408,8 +462,21 @@ class _Stage:
 
     def _act_once(self) -> bool:
         """Let a new worker run all there is; returns whether another has to go on."""
+        fault = self._script.next
+        processes = self._scenario.processes
+        if processes is not None and fault is not None and fault.kind in ("crash", "zombie"):
+            stopped = self._act_in_a_process(processes, fault)
+        else:
+            stopped = self._act_here()
+        if not stopped:
+            return False
+        self._engine.advance(LEASE + 1)
+        self._engine.sweep()
+        return True
+
+    def _act_here(self) -> bool:
         hand = self._engine.hand(f"worker {next(self._names)}", self._script)
-        self._hands.append(hand)
+        self._workers.append(hand)
         running = self._work(hand)
         if running is None:
             return False
@@ -419,26 +486,51 @@ class _Stage:
             hand.bury()
             self._engine.cut_sessions(self._since)
         else:
-            self._frozen.append((hand, running))
+            self._frozen.append(_Frozen(hand.name, _awake(hand, running)))
         if follows is None or follows.kind != "wake":
             hand.cut_transactions()
-        self._engine.advance(LEASE + 1)
-        self._engine.sweep()
         return True
+
+    def _act_in_a_process(self, processes: Processes, fault: Fault) -> bool:
+        name = f"worker {next(self._names)}"
+        child = processes.start(self._engine.dsn, name, fault, self._script.log)
+        self._workers.append(child)
+        self._wait_for(child)
+        if child.stopped_by is None:
+            return False
+        self._script.drop()
+        follows = self._script.next
+        if fault.kind == "zombie":
+            self._frozen.append(_Frozen(name, lambda: _in_a_thread(self._wake_child, child)))
+        if follows is None or follows.kind != "wake":
+            self._engine.cut_sessions(self._since)
+        return True
+
+    def _wait_for(self, child: Child) -> None:
+        trouble = child.wait()
+        if trouble is not None:
+            raise _Hangs(trouble)
+
+    def _wake_child(self, child: Child) -> None:
+        child.wake()
+        self._wait_for(child)
 
     def _wake_the_frozen(self) -> bool:
         """Let the zombies go on; returns whether there were any, who may have set more going."""
-        woken = self._wake()
-        for hand, running in woken:
-            self._finish(hand, running)
+        self._wake()
+        woken, self._woken = self._woken, []
+        for name, running in woken:
+            try:
+                running.result(_PATIENCE)
+            except FutureTimeout:
+                raise _Hangs(f"{name}, awake again, does not end") from None
         return bool(woken)
 
-    def _wake(self) -> list[tuple[Hand, Future[int]]]:
-        woken, self._frozen = self._frozen, []
-        for hand, _ in woken:
-            assert hand.probe is not None
-            hand.probe.wake()
-        return woken
+    def _wake(self) -> list[Future[Any]]:
+        frozen, self._frozen = self._frozen, []
+        woken = [(worker.name, worker.wake()) for worker in frozen]
+        self._woken += woken
+        return [running for _, running in woken]
 
     def _work(self, hand: Hand) -> Future[int] | None:
         """Let a worker run all there is; None, or what it was doing when it was stopped."""
@@ -466,18 +558,9 @@ class _Stage:
                 raise _Hangs(f"{hand.name} hangs: {_PATIENCE:.0f} s ago it was {where}")
             seen = len(hand.probe.points)
 
-    def _finish(self, hand: Hand, running: Future[int]) -> None:
-        try:
-            running.result(_PATIENCE)
-        except FutureTimeout:
-            raise _Hangs(f"{hand.name}, awake again, does not end") from None
-        self._engine.call(hand.retire())
-
     def _meddle(self, fault: Fault) -> Iterable[Future[Any]]:
         if fault.kind == "wake":
-            woken = self._wake()
-            self._frozen += woken  # still to be waited for at the end
-            return [running for _, running in woken]
+            return self._wake()  # they are waited for once more at the end
         db = self._engine.db
         try:
             with db.transaction():
@@ -490,8 +573,9 @@ class _Stage:
 
     def _cancel(self) -> None:
         fetch(self._engine.db, protocol.cancel(self._task.id, "as the test wills"))
-        for hand in self._hands:
-            hand.learn_of_cancel(self._task.id)
+        for worker in self._workers:
+            if isinstance(worker, Hand):
+                worker.learn_of_cancel(self._task.id)
 
     def _double(self) -> None:
         self._engine.enqueue(self._scenario.task, self._scenario.input, key="crash-anywhere")

@@ -151,6 +151,11 @@ class Script:
         self.log.hits.append(Hit(fault, probe.name, len(probe.points) - 1))
         return fault
 
+    def drop(self) -> None:
+        """The next fault has come, in another process."""
+        self._left.popleft()
+        self._count = 0
+
     def put_off(self, fault: Fault) -> None:
         """Let a fault come at the next point instead."""
         self._left.appendleft(Fault(fault.kind, 0))

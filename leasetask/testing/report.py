@@ -329,13 +329,15 @@ class _Cause:
             )
         undone = [b.step for b in self._log.bodies if b.part == "compensation"]
         done = [b.step for b in self._log.bodies if b.part == "body" and b.step not in undone]
-        names = ", ".join(map(repr, done))
-        return (
-            f"nothing undid {names}: register it with the step, ctx.step(…, compensate=…), or "
-            "ctx.effect(…, compensate=…), so that no cancel falls in between"
-            if done
-            else f"see what the compensations {', '.join(map(repr, undone))} undo"
-        )
+        names, undoings = (", ".join(map(repr, found)) for found in (done, undone))
+        how = "ctx.step(…, compensate=…), or ctx.effect(…, compensate=…)"
+        if not undone:
+            return (
+                f"nothing undid {names}: register it with the step, {how}, so that no cancel "
+                "falls in between"
+            )
+        also = f", and whether {names} must be undone too: {how}" if done else ""
+        return f"see what the compensations {undoings} undo{also}"
 
     def _double(self) -> str | None:
         if "double" not in self._kinds:

@@ -75,8 +75,8 @@ def test_a_file_is_ingested_once_whatever_happens(leasetask_db: str, media: inge
         check=ingested_once,
         dsn=leasetask_db,
     )
-    # Three steps and a transaction, and the end.
-    assert survived.points == 3 * 4 + 3 + 2
+    # Two steps, an effect, a transaction, the end.
+    assert survived.points == 2 * 4 + 6 + 3 + 2
 
 
 def test_the_test_would_find_a_copy_that_nobody_deletes(
