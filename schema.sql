@@ -755,7 +755,7 @@ begin
         open_steps = case when t.open_steps = '{}' then t.open_steps
                           else t.open_steps - array(select jsonb_object_keys(i.patch)) end,
         compensations = t.compensations + coalesce(i.registered, 0),
-        attempts = 1, swept = 0, suspect = false,
+        attempts = 1 - t.abandoned::int, swept = 0, suspect = false,
         lease_until = case when t.abandoned then t.lease_until else now_ + lease end,
         updated_at = now_
     from unnest(ids, patches, checkpoint.compensations, took.held, large)

@@ -349,10 +349,10 @@ class Model:
         """End a run with an error."""
         task, held, cancel = self._take(handle)
         if task is not None and held:
-            task.attempts += task.abandoned
-            retry = retryable and not outright and task.attempts < task.max_attempts
+            tries = task.attempts + task.abandoned
+            retry = retryable and not outright and tries < task.max_attempts
             if retry and not cancel:
-                task.status = "pending"
+                task.status, task.attempts = "pending", tries
                 task.next_run_at = self.now + task.backoff()
                 task.last_error = task.last_error if task.compensating else error
                 task.leave_lease(own=True)

@@ -315,7 +315,7 @@ MUTANTS = (
         stops(
             SLEEPS,
             lambda: programs.a_delivery_is_stopped(
-                "a signal and its delivery, then a suspension", 0, 0, False
+                "a signal and its delivery, then a suspension", 0, 0
             ),
         ),
     ),
@@ -331,7 +331,7 @@ MUTANTS = (
         ),
         stops(
             f"{SLEEPS}|got 22023",
-            lambda: programs.a_delivery_is_stopped("a cancel of the older waiter", 1, 2, True),
+            lambda: programs.a_delivery_is_stopped("a cancel of the older waiter", 1, 2, rows=True),
         ),
     ),
     Mutant(

@@ -77,11 +77,11 @@ def running(session: Session) -> Memory:
     return {"id": id, "token": token}
 
 
-def two_waiters(session: Session) -> Memory:
+def two_waiters(session: Session, **how: Any) -> Memory:
     """The older one, `id`, times out at 5; both have been looked at."""
-    first = session.wait("a", seconds=5)
+    first = session.wait("a", seconds=5, **how)
     session.at(1)
-    second = session.wait("b")
+    second = session.wait("b", **how)
     session.deliver_all()
     return {"id": first, "other": second}
 
@@ -683,7 +683,7 @@ DELIVERY = ("deliver_topic",)
 
 
 def suspend_another(session: Session, memory: Memory) -> Any:
-    return session.suspend(*memory["running"])
+    return session.suspend(*memory["running"], **memory["how"])
 
 
 BESIDE_A_DELIVERY: dict[str, tuple[Step, ...]] = {
@@ -705,11 +705,18 @@ BESIDE_A_DELIVERY: dict[str, tuple[Step, ...]] = {
 }
 
 
-def a_delivery_is_stopped(beside: str, signals: int, waiters: int, rows: bool) -> Program:
+def a_delivery_is_stopped(
+    beside: str, signals: int, waiters: int, *, mode: str = "signal", rows: bool = False
+) -> Program:
     """H28, decision 6: nothing that commits inside a delivery is slept over afterwards."""
 
     def begin(session: Session) -> Memory:
-        memory = two_waiters(session) if waiters else {}
+        memory: Memory = {"how": {}}
+        if mode == "hurry":
+            snapshot = session.scalar("select pg_current_snapshot()::text")
+            memory["how"] = {"mode": "hurry", "seq": None, "snapshot": snapshot}
+        if waiters:
+            memory |= two_waiters(session, **memory["how"])
         memory["running"] = session.run("c")
         for _ in range(signals):
             session.signal()

@@ -201,26 +201,23 @@ def test_a_retry_meets_the_prune(explorer: Explorer, isolation: str, commits: bo
 
 
 def deliveries() -> Iterator[Any]:
-    """Give what runs beside, how many signals and waiters there are, and whether to stop at rows."""
+    """Give what runs beside a delivery, and what there is to deliver; more of it in a soak."""
     for beside, steps in programs.BESIDE_A_DELIVERY.items():
-        if SOAK:
-            yield from (
-                (beside, signals, 2, rows) for signals in (0, 1, 2) for rows in (False, True)
-            )
-        elif len(steps) == 1:
-            yield from ((beside, signals, 2, rows) for signals in (0, 1) for rows in (False, True))
-        else:
-            yield from ((beside, signals, 2, False) for signals in (0, 1))
-        if "suspension" in beside:
-            yield beside, 0, 0, False
+        for mode in ("signal", "hurry"):
+            for signals in (0, 1, 2) if SOAK else (0, 1):
+                yield beside, signals, 2, mode, False
+                if SOAK or (len(steps) == 1 and mode == "signal"):
+                    yield beside, signals, 2, mode, True
+            if "suspension" in beside:
+                yield beside, 0, 0, mode, SOAK
 
 
-@pytest.mark.parametrize(("beside", "signals", "waiters", "rows"), list(deliveries()))
+@pytest.mark.parametrize(("beside", "signals", "waiters", "mode", "rows"), list(deliveries()))
 def test_a_delivery_is_stopped_everywhere(
-    stopper: Explorer, beside: str, signals: int, waiters: int, rows: bool
+    stopper: Explorer, beside: str, signals: int, waiters: int, mode: str, rows: bool
 ) -> None:
     """H28, decision 6: nothing that commits inside a delivery is slept over afterwards."""
-    stopper.explore(programs.a_delivery_is_stopped(beside, signals, waiters, rows))
+    stopper.explore(programs.a_delivery_is_stopped(beside, signals, waiters, mode=mode, rows=rows))
 
 
 def test_a_delivery_meets_a_waiter_that_now_waits_elsewhere(stopper: Explorer) -> None:

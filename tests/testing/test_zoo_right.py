@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import zoo_right as zoo
+from conftest import SOAK
 
 from leasetask.testing import crash_anywhere
 
+PAIRS = 200 if SOAK else 4
 PAID = {"paid": {"order": "o-1"}}
 
 RIGHT = [
@@ -44,7 +46,7 @@ def test_a_right_handler_is_not_accused(
     leasetask_db: str, task: Any, world: Any, check: Any, options: dict[str, Any]
 ) -> None:
     survived = crash_anywhere(
-        zoo.app, task, world=world, check=check, pairs=12, seed=6, dsn=leasetask_db, **options
+        zoo.app, task, world=world, check=check, pairs=PAIRS, seed=6, dsn=leasetask_db, **options
     )
     assert survived.points >= 2
     assert survived.schedules["crash"] == survived.points

@@ -169,3 +169,41 @@ def receives(ctx: Context, text: str) -> str:
 def second_refused(world: World, outcome: TaskView) -> None:
     assert outcome.status in ("succeeded", "canceled"), outcome.last_error
     assert outcome.result in ("IdempotencyConflict", None)
+
+
+@app.task
+def books_a_page(ctx: Context) -> int:
+    """As `books`; with its result the records outgrow the task's row and are kept beside it."""
+    head = ctx.step("head", lambda: "head " * 240)
+    return len(head + ctx.transaction("page", book, "page " * 240))
+
+
+def page_once(dsn: str, outcome: TaskView) -> None:
+    with psycopg.connect(dsn, autocommit=True) as db:
+        rows = db.execute("select count(*) from booking").fetchone()
+    assert rows == (int("page" in outcome.steps),), rows
+
+
+@app.task
+def asks(ctx: Context) -> str:
+    """A signal that a transaction sends is delivered after its commit, by whoever works."""
+    ctx.enqueue("ask", answers, ctx.task_id)
+    try:
+        return str(ctx.wait_signal("answer", timeout=60))
+    except SignalTimeout:
+        return "no answer"
+
+
+@app.task(priority=1)
+def answers(ctx: Context, who: str) -> None:
+    ctx.wait_for("the asker waits", lambda: app.get(who).status == "waiting", topic="-", every=1)
+    ctx.transaction("answer", _answer)
+
+
+def _answer(db: psycopg.Connection) -> None:
+    app.signal("answer", "yes", conn=db)
+
+
+def answered(world: World, outcome: TaskView) -> None:
+    assert outcome.status == "succeeded", outcome.last_error
+    assert outcome.result == "yes"
