@@ -100,6 +100,7 @@ class Engine:
         self.threads = Threads()
         self.wire = Wire(dsn)
         self.suspects = False
+        self.hands: set[Hand] = set()
         self.transactions = _Transactions(dsn, app.transactions)
 
     def __enter__(self) -> Engine:
@@ -206,8 +207,8 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the database."""
-        if self._own is not None:
-            self.call(self._own.retire())
+        for hand in list(self.hands):
+            hand.bury() if hand.switch.frozen else self.call(hand.retire())
         self.call(self.transactions.close())
         self.call(self.app.close_async())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -276,6 +277,7 @@ class Hand:
         self._engine = engine
         self._committer = Committer(engine.wire)
         self._runs: list[_WatchedRun] = []
+        engine.hands.add(self)
         context = copy_context()
         context.run(switch_here.set, self.switch)
         self._serving = engine.loop.create_task(self._committer.serve(), context=context)
@@ -317,10 +319,12 @@ class Hand:
 
     def bury(self) -> None:
         """It has died: keep it, so that nothing of it is ever unwound."""
+        self._engine.hands.discard(self)
         bury(self, *self._runs)
 
     async def retire(self) -> None:
         """It has nothing left to do."""
+        self._engine.hands.discard(self)
         self._serving.cancel()
 
     async def _claim(self) -> tuple[Any, ...] | None:

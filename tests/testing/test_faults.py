@@ -209,20 +209,6 @@ def test_what_a_frozen_process_holds_is_told(
     assert "a dead or frozen worker still holds" in str(refused.value)
 
 
-def test_a_cancel_comes_after_the_transaction_that_it_meets(leasetask_db: str, app: App) -> None:
-    @app.task
-    def writes(ctx: Context) -> None:
-        ctx.transaction("one", lambda db: None)
-        ctx.step("two", lambda: None)
-
-    with Engine(app, leasetask_db) as engine:
-        played = Scenario(writes).play(engine, (Fault("cancel", 1),))
-    assert str(played.points[0][1]) == "before the commit of transaction 'one'"
-    assert played.outcome.status == "canceled"
-    assert played.outcome.steps == ["one"]
-    assert played.log.hits[0].place == 2
-
-
 def test_crashes_in_many_transactions_do_not_use_connections_up(
     leasetask_db: str, app: App
 ) -> None:
