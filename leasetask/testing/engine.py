@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
 from datetime import datetime
@@ -65,10 +66,14 @@ end $$;
 delete from leasetask.test_clock; insert into leasetask.test_clock values ('0', null)
 """
 
-_CUT_SESSIONS = """
-select pg_terminate_backend(pid, 5000) from pg_stat_activity
+_IN_TRANSACTION = """
+select pid from pg_stat_activity
 where datname = current_database() and state like 'idle in transaction%%' and backend_start > %s
 """
+
+_TERMINATE = "select pg_terminate_backend(pid) from unnest(%s::int[]) pid"
+
+_ALIVE = "select count(*) from pg_stat_activity where pid = any (%s)"
 
 
 class Engine:
@@ -207,10 +212,8 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the database."""
-        for hand in list(self.hands):
-            hand.bury() if hand.switch.frozen else self.call(hand.retire())
-        self.call(self.transactions.close())
-        self.call(self.app.close_async())
+        with suppress(FutureTimeout):  # a coroutine that blocks the loop is left where it is
+            self.start(self._let_go()).result(5)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         if not self._loop.is_running():
@@ -219,6 +222,15 @@ class Engine:
         self.wire.hang_up()
         self.db.close()
         self._place.leave()
+
+    async def _let_go(self) -> None:
+        for hand in list(self.hands):
+            if hand.switch.frozen:
+                hand.bury()
+            else:
+                await hand.retire()
+        await self.transactions.close()
+        await self.app.close_async()
 
     # --- what workers need -------------------------------------------------------------------------
 
@@ -242,7 +254,18 @@ class Engine:
 
     def cut_sessions(self, since: datetime) -> None:
         """End the transactions of whoever has connected since, as when a process has died."""
-        self.db.execute(_CUT_SESSIONS, [since])
+        self.end_sessions([row[0] for row in self.db.execute(_IN_TRANSACTION, [since])])
+
+    def end_sessions(self, pids: list[int]) -> None:
+        """End sessions of the scratch database, and wait until they have let go of their locks.
+
+        pg_terminate_backend can wait itself, but looks only every 100 ms.
+        """
+        if not pids:
+            return
+        self.db.execute(_TERMINATE, [pids])
+        while self.db.execute(_ALIVE, [pids]).fetchone() != (0,):
+            time.sleep(0.001)
 
     @property
     def loop(self) -> Loop:
@@ -311,11 +334,12 @@ class Hand:
 
     def cut_transactions(self) -> None:
         """End the transactions that this worker has open, as the server does after a lease."""
-        for opened in self._engine.transactions.keeper.opened():
-            connection = opened.connection
-            if opened.run in self._runs and connection is not None and not connection.closed:
-                pid = connection.info.backend_pid
-                self._engine.db.execute("select pg_terminate_backend(%s, 5000)", [pid])
+        opened = [
+            transaction.connection
+            for transaction in self._engine.transactions.keeper.opened()
+            if transaction.run in self._runs and transaction.connection is not None
+        ]
+        self._engine.end_sessions([c.info.backend_pid for c in opened if not c.closed])
 
     def bury(self) -> None:
         """It has died: keep it, so that nothing of it is ever unwound."""

@@ -32,7 +32,7 @@ from leasetask.testing.process import Child, Processes
 from leasetask.testing.schedule import ALL_FAULTS, Fault, FaultKind, Schedule, in_words, parse
 from leasetask.testing.server import scratch_database
 
-_PATIENCE = 10.0
+_PATIENCE = 15.0
 """Real seconds that a worker may take between two points before the harness gives up on it."""
 
 _MOST_ROUNDS = 300
@@ -374,9 +374,11 @@ def _random_pairs(
     faults: Sequence[FaultKind], count: int, pairs: int, seed: int
 ) -> Iterator[Schedule]:
     chosen = random.Random(seed)
-    kinds = [kind for kind in faults if kind != "silence"]
+    kinds: list[FaultKind] = [kind for kind in faults if kind != "silence"]
     for _ in range(pairs if kinds and count else 0):
-        yield tuple(Fault(chosen.choice(kinds), chosen.randrange(count)) for _ in range(2))
+        first = Fault(chosen.choice(kinds), chosen.randrange(count))
+        follows: list[FaultKind] = [*kinds, "wake"] if first.kind == "zombie" else kinds
+        yield (first, Fault(chosen.choice(follows), chosen.randrange(count)))
 
 
 # --- playing -----------------------------------------------------------------------------------
@@ -445,7 +447,7 @@ class _Stage:
         for worker in self._workers:
             if isinstance(worker, Child):
                 worker.end()
-            elif not worker.switch.frozen:
+            elif not worker.switch.frozen and self._hung is None:
                 self._engine.call(worker.retire())
 
     def played(self, world: Any) -> Played:
@@ -560,6 +562,8 @@ class _Stage:
 
     def _meddle(self, fault: Fault) -> Iterable[Future[Any]]:
         if fault.kind == "wake":
+            if not self._frozen:
+                self._script.log.hits.pop()
             return self._wake()  # they are waited for once more at the end
         db = self._engine.db
         try:

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -192,7 +193,9 @@ class _MortalProbe(Probe):
         """Tell what there is to tell, and stop."""
         self.stopped_by = fault
         self.tell(str(fault))
-        os.kill(os.getpid(), signal.SIGKILL if fault.kind == "crash" else signal.SIGSTOP)
+        # To this thread: the process's main thread might take a SIGSTOP later than this one goes on.
+        word = signal.SIGKILL if fault.kind == "crash" else signal.SIGSTOP
+        signal.pthread_kill(threading.get_ident(), word)
 
     def park_thread(self) -> None:
         """It has stood still and goes on."""

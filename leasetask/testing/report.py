@@ -215,9 +215,15 @@ class _Cause:
         )
 
     def _out_of_budget(self) -> str | None:
-        if self._played.outcome.status != "dead":
-            return None
-        return "a crash spends an attempt: give the task more, retry=Retry(max_attempts=…)"
+        outcome = self._played.outcome
+        if outcome.status == "dead":
+            return "a crash spends an attempt: give the task more, retry=Retry(max_attempts=…)"
+        if (outcome.last_error or {}).get("type") == "DeadlineExceeded":
+            return (
+                "after a crash the lease has to run out before another worker goes on: the "
+                "deadline must leave time for that"
+            )
+        return None
 
     def _late_bound(self) -> str | None:
         if not self._log.late_bound:
@@ -306,7 +312,7 @@ class _Cause:
         )
 
     def _cancel_and_crash(self) -> str | None:
-        if not {"cancel", "crash"} <= self._kinds:
+        if "cancel" not in self._kinds or not self._kinds & {"crash", "zombie"}:
             return None
         seen = {event.point for event in self._log.events}
         for body in self._log.bodies:

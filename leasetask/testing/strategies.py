@@ -18,7 +18,7 @@ from leasetask.testing.server import scratch_database
 
 
 def schedules(
-    *, faults: Sequence[FaultKind] = ALL_FAULTS, most: int = 3, points: int = 100
+    *, faults: Sequence[FaultKind] = (*ALL_FAULTS, "wake"), most: int = 3, points: int = 100
 ) -> st.SearchStrategy[Schedule]:
     """Schedules for `Scenario.play`: so many faults at the most, shrinking to the fewest and earliest.
 

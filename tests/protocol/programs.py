@@ -69,6 +69,12 @@ def in_turn(*steps: Step) -> Step:
     return lambda session, memory: [step(session, memory) for step in steps][-1]
 
 
+def caller(step: Step, isolation: str, commits: bool) -> Actor:
+    """A user's transaction; where a snapshot is kept, it was taken some time before the step."""
+    steps = (step,) if isolation == READ_COMMITTED else (look, step)
+    return Actor("caller", steps, isolation, commits)
+
+
 # --- preparations -------------------------------------------------------------------------------
 
 
@@ -130,7 +136,7 @@ def a_signal_meets_a_task_that_goes_to_wait(isolation: str, commits: bool, waite
     }[waiter]
     return Program(
         "signal vs. going to wait",
-        (Actor("caller", (look, signal), isolation, commits), worker, Actor("poll", (poll,))),
+        (caller(signal, isolation, commits), worker, Actor("poll", (poll,))),
         running,
         check,
         may_fail,
@@ -260,7 +266,7 @@ def a_cancel_meets_the_delivery(isolation: str, commits: bool, signals: int) -> 
     return Program(
         f"cancel vs. deliver of {signals}",
         (
-            Actor("caller", (look, cancel), isolation, commits),
+            caller(cancel, isolation, commits),
             Actor("deliverer", (deliver, deliver)),
             Actor("poll", (poll,)),
         ),
@@ -290,7 +296,7 @@ def a_latch_is_cleared_beside_its_delivery(isolation: str, commits: bool) -> Pro
     return Program(
         "clear vs. deliver",
         (
-            Actor("caller", (look, clear), isolation, commits),
+            caller(clear, isolation, commits),
             Actor("worker", (suspend, deliver)),
             Actor("poll", (poll,)),
         ),
@@ -380,7 +386,7 @@ def the_end_of_a_run_meets_a_cancel(
         nothing_is_lost(run)
         task = state_of(run, run.memory["id"])
         ended = run.committed("worker") and run.result("worker").answer == "done"
-        said = run.result("caller", 1) if run.committed("caller") else None
+        said = run.result("caller", -1) if run.committed("caller") else None
         asked = said in ("requested", "canceled") or task.compensating == "canceled"
         assert (task.cancel_requested_at is not None) == asked
         if not ended:
@@ -406,7 +412,7 @@ def the_end_of_a_run_meets_a_cancel(
     return Program(
         f"{end} vs. cancel",
         (
-            Actor("caller", (look, cancel), isolation, commits),
+            caller(cancel, isolation, commits),
             Actor("worker", (ENDS[end],), READ_COMMITTED),
         ),
         begin,
@@ -533,7 +539,7 @@ def a_batch_of_heartbeats_meets_a_cancel(isolation: str, commits: bool) -> Progr
     return Program(
         "heartbeat vs. cancel",
         (
-            Actor("caller", (look, cancel), isolation, commits),
+            caller(cancel, isolation, commits),
             Actor("worker", (renew, renew), at=1),
         ),
         begin,
@@ -835,7 +841,7 @@ def the_sweep_is_stopped_while_the_holder_returns(call: str, budget: str) -> Pro
         f"sweep vs. {call}",
         (
             Actor("holder", (HOLDER_CALLS[call],), at=OUT),
-            Actor("sweeper", (sweep,), at=OUT, gates=("sweep", "sweep_lease"), rows=True),
+            Actor("sweeper", (sweep,), at=OUT, gates=("sweep_lease",), rows=True),
         ),
         begin,
         check,

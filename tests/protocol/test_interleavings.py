@@ -201,15 +201,18 @@ def test_a_retry_meets_the_prune(explorer: Explorer, isolation: str, commits: bo
 
 
 def deliveries() -> Iterator[Any]:
-    """Give what runs beside a delivery, and what there is to deliver; more of it in a soak."""
+    """Give what runs beside a delivery, and what there is to deliver; everything in a soak."""
     for beside, steps in programs.BESIDE_A_DELIVERY.items():
-        for mode in ("signal", "hurry"):
-            for signals in (0, 1, 2) if SOAK else (0, 1):
-                yield beside, signals, 2, mode, False
-                if SOAK or (len(steps) == 1 and mode == "signal"):
-                    yield beside, signals, 2, mode, True
-            if "suspension" in beside:
-                yield beside, 0, 0, mode, SOAK
+        short = len(steps) == 1
+        for signals in (0, 1, 2) if SOAK else (0, 1) if short else (0,):
+            yield beside, signals, 2, "signal", False
+            if SOAK or short:
+                yield beside, signals, 2, "signal", True
+        if SOAK or short:
+            yield beside, 0, 2, "hurry", SOAK
+        if "suspension" in beside:
+            yield beside, 0, 0, "signal", SOAK
+            yield beside, 0, 0, "hurry", SOAK
 
 
 @pytest.mark.parametrize(("beside", "signals", "waiters", "mode", "rows"), list(deliveries()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ from leasetask.testing import (
     crash_anywhere,
     faults,
 )
+from leasetask.testing.server import Databases
+
+
+@pytest.fixture(scope="module")
+def scratch(leasetask_databases: Databases) -> Iterator[str]:
+    """One database for all tests here: each run empties it."""
+    with leasetask_databases.fresh() as dsn:
+        yield dsn
 
 
 @pytest.fixture
@@ -41,8 +50,8 @@ def succeeded(world: Any, outcome: TaskView) -> None:
 SIX = {"check": six_steps.paid_once, "world": six_steps.bank.open}
 
 
-def test_all_single_faults_of_six_steps_are_tried(leasetask_db: str) -> None:
-    survived = crash_anywhere(six_steps.app, six_steps.six_steps, 1, dsn=leasetask_db, **SIX)
+def test_all_single_faults_of_six_steps_are_tried(scratch: str) -> None:
+    survived = crash_anywhere(six_steps.app, six_steps.six_steps, 1, dsn=scratch, **SIX)
     points = survived.points
     # Four plain steps of 4 points, an effect of 6, a transaction of 3, the end's 2.
     assert points == 4 * 4 + 6 + 3 + 2
@@ -58,14 +67,14 @@ def test_all_single_faults_of_six_steps_are_tried(leasetask_db: str) -> None:
 
 
 @pytest.mark.skipif(not SOAK, reason="make soak")
-def test_all_ordered_pairs_of_crashes_of_six_steps_are_tried(leasetask_db: str) -> None:
+def test_all_ordered_pairs_of_crashes_of_six_steps_are_tried(scratch: str) -> None:
     survived = crash_anywhere(
         six_steps.app,
         six_steps.six_steps,
         1,
         faults=["crash"],
         pairs="all",
-        dsn=leasetask_db,
+        dsn=scratch,
         **SIX,
     )
     assert set(survived.schedules) == {"undisturbed", "crash", "crash crash"}
@@ -74,14 +83,14 @@ def test_all_ordered_pairs_of_crashes_of_six_steps_are_tried(leasetask_db: str) 
     assert 27 * 27 / 3 < survived.schedules["crash crash"] < 27 * 27
 
 
-def test_all_ordered_pairs_of_crashes_are_tried(leasetask_db: str, app: App) -> None:
+def test_all_ordered_pairs_of_crashes_are_tried(scratch: str, app: App) -> None:
     @app.task
     def two_steps(ctx: Context) -> None:
         ctx.step("one", lambda: None)
         ctx.step("two", lambda: None)
 
     survived = crash_anywhere(
-        app, two_steps, check=succeeded, faults=["crash"], pairs="all", dsn=leasetask_db
+        app, two_steps, check=succeeded, faults=["crash"], pairs="all", dsn=scratch
     )
     assert survived.points == 10
     # The second run has all ten points until `one` is recorded, six until `two` is, then two.
@@ -94,7 +103,7 @@ def test_all_ordered_pairs_of_crashes_are_tried(leasetask_db: str, app: App) -> 
 
 
 def test_other_pairs_are_chosen_by_seed(
-    leasetask_db: str, app: App, monkeypatch: pytest.MonkeyPatch
+    scratch: str, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @app.task
     def one_step(ctx: Context) -> None:
@@ -117,7 +126,7 @@ def test_other_pairs_are_chosen_by_seed(
             faults=["crash", "zombie"],
             pairs=5,
             seed=seed,
-            dsn=leasetask_db,
+            dsn=scratch,
         )
         pairs.append(played[-5:])
     assert pairs[0] == pairs[1] != pairs[2]
@@ -127,7 +136,7 @@ def test_other_pairs_are_chosen_by_seed(
 # --- a crash is a crash ------------------------------------------------------------------------------
 
 
-def test_a_crash_runs_no_finally(leasetask_db: str, app: App) -> None:
+def test_a_crash_runs_no_finally(scratch: str, app: App) -> None:
     unwound: list[str] = []
 
     @app.task
@@ -146,14 +155,14 @@ def test_a_crash_runs_no_finally(leasetask_db: str, app: App) -> None:
 
     for task in (sync, coroutine):
         unwound.clear()
-        with Engine(app, leasetask_db) as engine:
+        with Engine(app, scratch) as engine:
             played = Scenario(task, check=succeeded).play(engine, (Fault("crash", 1),))
         assert played.failure is None
         assert len(played.points) == 2
         assert len(unwound) == 1, "the second worker's, and not the first one's"
 
 
-def test_a_crash_stops_all_branches_at_once(leasetask_db: str, app: App) -> None:
+def test_a_crash_stops_all_branches_at_once(scratch: str, app: App) -> None:
     ended: list[str] = []
 
     async def slow(name: str) -> None:
@@ -166,7 +175,7 @@ def test_a_crash_stops_all_branches_at_once(leasetask_db: str, app: App) -> None
             ctx.step("slow", slow, "slow"), ctx.step("quick", lambda: None), asyncio.sleep(0.05)
         )
 
-    with Engine(app, leasetask_db) as engine:
+    with Engine(app, scratch) as engine:
         scenario = Scenario(branches, world=ended.clear, check=succeeded)
         undisturbed = scenario.play(engine)
         at = [str(point) for point in undisturbed.points[0]].index("after the body of 'quick'")
@@ -178,7 +187,7 @@ def test_a_crash_stops_all_branches_at_once(leasetask_db: str, app: App) -> None
             assert len(ended) == {"crash": 1, "zombie": 2}[kind]
 
 
-def test_a_crash_frees_what_the_process_held_in_the_database(leasetask_db: str, app: App) -> None:
+def test_a_crash_frees_what_the_process_held_in_the_database(scratch: str, app: App) -> None:
     @app.task
     def locks(ctx: Context) -> None:
         with psycopg.connect(app.dsn) as db:
@@ -186,13 +195,11 @@ def test_a_crash_frees_what_the_process_held_in_the_database(leasetask_db: str, 
             db.execute("lock table held")
             ctx.step("look", lambda: None)
 
-    assert crash_anywhere(
-        app, locks, check=succeeded, faults=["crash", "cut"], dsn=leasetask_db
-    ).points
+    assert crash_anywhere(app, locks, check=succeeded, faults=["crash", "cut"], dsn=scratch).points
 
 
 def test_what_a_frozen_process_holds_is_told(
-    leasetask_db: str, app: App, monkeypatch: pytest.MonkeyPatch
+    scratch: str, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "_PATIENCE", 0.5)
 
@@ -204,27 +211,25 @@ def test_what_a_frozen_process_holds_is_told(
             ctx.step("look", lambda: None)
 
     with pytest.raises(DoesNotSurvive) as refused:
-        crash_anywhere(app, locks, check=succeeded, faults=["zombie"], dsn=leasetask_db)
+        crash_anywhere(app, locks, check=succeeded, faults=["zombie"], dsn=scratch)
     assert "worker B hangs" in str(refused.value)
     assert "a dead or frozen worker still holds" in str(refused.value)
 
 
-def test_crashes_in_many_transactions_do_not_use_connections_up(
-    leasetask_db: str, app: App
-) -> None:
+def test_crashes_in_many_transactions_do_not_use_connections_up(scratch: str, app: App) -> None:
     @app.task
     def writes(ctx: Context) -> None:
         for number in range(8):
             ctx.transaction(f"write-{number}", lambda db: None)
 
-    survived = crash_anywhere(app, writes, check=succeeded, faults=["crash"], dsn=leasetask_db)
+    survived = crash_anywhere(app, writes, check=succeeded, faults=["crash"], dsn=scratch)
     assert survived.points == 8 * 3 + 2
 
 
 # --- what crash_anywhere is given, and gives ---------------------------------------------------------
 
 
-def test_a_report_is_replayed_by_its_line(leasetask_db: str, app: App) -> None:
+def test_a_report_is_replayed_by_its_line(scratch: str, app: App) -> None:
     calls: list[str] = []
 
     @app.task
@@ -234,7 +239,7 @@ def test_a_report_is_replayed_by_its_line(leasetask_db: str, app: App) -> None:
     options: dict[str, Any] = {
         "world": calls.clear,
         "check": lambda world, outcome: len(calls) < 2,
-        "dsn": leasetask_db,
+        "dsn": scratch,
     }
     with pytest.raises(DoesNotSurvive) as refused:
         crash_anywhere(app, charges, **options)
@@ -250,7 +255,7 @@ def test_a_report_is_replayed_by_its_line(leasetask_db: str, app: App) -> None:
             crash_anywhere(app, charges, only=wrong, **options)
 
 
-def test_a_check_that_raises_is_told(leasetask_db: str, app: App) -> None:
+def test_a_check_that_raises_is_told(scratch: str, app: App) -> None:
     @app.task
     def nothing(ctx: Context) -> None:
         pass
@@ -259,10 +264,10 @@ def test_a_check_that_raises_is_told(leasetask_db: str, app: App) -> None:
         raise KeyError("order")
 
     with pytest.raises(DoesNotSurvive, match=r"check raised KeyError: 'order'"):
-        crash_anywhere(app, nothing, check=check, dsn=leasetask_db)
+        crash_anywhere(app, nothing, check=check, dsn=scratch)
 
 
-def test_the_app_is_on_the_scratch_database_meanwhile(leasetask_db: str, app: App) -> None:
+def test_the_app_is_on_the_scratch_database_meanwhile(scratch: str, app: App) -> None:
     seen: set[str] = set()
     children: list[int] = []
 
@@ -276,13 +281,13 @@ def test_the_app_is_on_the_scratch_database_meanwhile(leasetask_db: str, app: Ap
         children.append(1)
 
     before = app.dsn
-    crash_anywhere(app, parent, check=succeeded, faults=["crash"], dsn=leasetask_db)
-    assert seen == {leasetask_db}
+    crash_anywhere(app, parent, check=succeeded, faults=["crash"], dsn=scratch)
+    assert seen == {scratch}
     assert children
     assert app.dsn == before
 
 
-def test_a_world_is_made_anew_with_the_dsn_or_without(leasetask_db: str, app: App) -> None:
+def test_a_world_is_made_anew_with_the_dsn_or_without(scratch: str, app: App) -> None:
     @app.task
     def nothing(ctx: Context) -> None:
         pass
@@ -294,12 +299,12 @@ def test_a_world_is_made_anew_with_the_dsn_or_without(leasetask_db: str, app: Ap
         world=made.append,
         check=succeeded,
         faults=["crash"],
-        dsn=leasetask_db,
+        dsn=scratch,
     )
-    assert made == [leasetask_db] * 3  # undisturbed, and at two points
+    assert made == [scratch] * 3  # undisturbed, and at two points
 
 
-def test_nothing_is_said_at_the_interpreters_end(leasetask_db: str, tmp_path: Path) -> None:
+def test_nothing_is_said_at_the_interpreters_end(scratch: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         """
@@ -328,7 +333,7 @@ print("END")
 """
     )
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error", str(script), leasetask_db],
+        [sys.executable, "-X", "dev", "-W", "error", str(script), scratch],
         capture_output=True,
         text=True,
         timeout=60,

@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import psycopg
 import pytest
+from tables import database
 
 from leasetask import TaskView
 from leasetask.testing import DoesNotSurvive, crash_anywhere
@@ -32,8 +32,7 @@ class Archive:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        with psycopg.connect(self.dsn) as db:
-            return db.execute("select target, sha256 from ingested").fetchall()
+        return database(self.dsn).execute("select target, sha256 from ingested").fetchall()
 
 
 @pytest.fixture
@@ -49,9 +48,8 @@ def emptied(media: ingest.Media, dsn: str) -> Archive:
     folder.mkdir(exist_ok=True)
     for path in folder.iterdir():
         path.unlink()
-    with psycopg.connect(dsn) as db:
-        db.execute("drop table if exists ingested")
-        db.execute(ingest.TABLE)
+    database(dsn).execute(ingest.TABLE)
+    database(dsn).execute("delete from ingested")
     return Archive(folder, dsn)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import psycopg
 import pytest
 import zoo_feeling as zoo
+from tables import with_table
 
 from leasetask import protocol
 from leasetask.committer import Committer
@@ -36,7 +37,7 @@ Options = dict[str, Any]
 Felt = tuple[str, Callable[..., Any], Options, list[str]]
 
 WAITS: Options = {"check": zoo.got_it_once, "signals": {"paid": "card"}}
-BOOKS: Options = {"world": zoo.with_table, "check": zoo.booked_once}
+BOOKS: Options = {"world": with_table, "check": zoo.booked_once}
 STARTS: Options = {"check": zoo.started_in_turn, "only": "zombie@0 wake@1"}
 UNDISTURBED = "nothing: it is wrong undisturbed"
 
@@ -87,7 +88,7 @@ FELT: list[Felt] = [
     (
         "a stored step is not looked for",
         zoo.books_a_page,
-        {"world": zoo.with_table, "check": zoo.page_once, "faults": ["cut"]},
+        {"world": with_table, "check": zoo.page_once, "faults": ["cut"]},
         ["the connection of worker A was lost"],
     ),
     (

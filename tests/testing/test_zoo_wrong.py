@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import zoo_wrong as zoo
+from tables import with_table
 from zoo_wrong import (
     anything,
     approved_by_two,
@@ -17,12 +18,20 @@ from zoo_wrong import (
     nothing_kept,
     shipped_if_paid,
     succeeded,
-    with_table,
     world,
 )
 
 from leasetask.model import TaskView
 from leasetask.testing import DoesNotSurvive, crash_anywhere
+from leasetask.testing.server import Databases
+
+
+@pytest.fixture(scope="module")
+def scratch(leasetask_databases: Databases) -> Iterator[str]:
+    """One database for all tests here: each run empties it."""
+    with leasetask_databases.fresh() as dsn:
+        yield dsn
+
 
 fresh = world.fresh
 LOOSE = ("crash", "zombie", "cut", "double", "silence")
@@ -221,6 +230,36 @@ WRONG: list[Case] = [
         ["the task is dead", "max_attempts"],
     ),
     (
+        zoo.has_little_time,
+        succeeded,
+        {},
+        ["DeadlineExceeded", "the lease has to run out"],
+    ),
+    (
+        zoo.catches_everything,
+        anything,
+        {},
+        ["nothing: it is wrong undisturbed", "SuspensionSwallowed", "let BaseException pass"],
+    ),
+    (
+        zoo.waits_for_two_at_once,
+        anything,
+        {},
+        ["nothing: it is wrong undisturbed", "ConcurrentWait", "one wait follow the other"],
+    ),
+    (
+        zoo.reserves_in_a_step,
+        nothing_kept,
+        {"only": "cancel@0 crash@0"},
+        ["still reserved", "step 'reserve' had run", "register before"],
+    ),
+    (
+        zoo.gives_back_what_may_come_late,
+        nothing_kept,
+        {"faults": ["zombie"]},
+        ["still reserved", "'reserve' ran in a frozen process", "after the undoing"],
+    ),
+    (
         zoo.charges_in_a_plain_step,
         succeeded,
         {"faults": ["cancel"]},
@@ -233,14 +272,14 @@ WRONG: list[Case] = [
     ("task", "check", "options", "words"), WRONG, ids=[case[0].__name__ for case in WRONG]
 )
 def test_a_wrong_handler_is_caught_and_told_why(
-    leasetask_db: str,
+    scratch: str,
     task: Callable[..., Any],
     check: Callable[[Any, TaskView], Any],
     options: dict[str, Any],
     words: list[str],
 ) -> None:
     with pytest.raises(DoesNotSurvive) as refused:
-        crash_anywhere(zoo.app, task, check=check, dsn=leasetask_db, **{"world": fresh, **options})
+        crash_anywhere(zoo.app, task, check=check, dsn=scratch, **{"world": fresh, **options})
     report = str(refused.value)
     for word in words:
         assert word in report, report

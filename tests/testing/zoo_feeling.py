@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import psycopg
+from tables import bookings
 
 from leasetask import App, AsyncContext, Attempt, Context, Done, NotDone, SignalTimeout, StepFailed
 from leasetask.model import TaskView
@@ -38,12 +39,6 @@ class World:
 
 
 world = World()
-
-
-def with_table(dsn: str) -> str:
-    with psycopg.connect(dsn, autocommit=True) as db:
-        db.execute("drop table if exists booking; create table booking (what text)")
-    return dsn
 
 
 def book(db: psycopg.Connection, what: str) -> str:
@@ -95,8 +90,7 @@ def books(ctx: Context) -> str:
 
 
 def booked_once(dsn: str, outcome: TaskView) -> None:
-    with psycopg.connect(dsn, autocommit=True) as db:
-        rows = [row[0] for row in db.execute("select what from booking order by 1")]
+    rows = bookings(dsn)
     assert len(rows) == len(set(rows)), rows
     expected = {*outcome.steps} | ({"three"} if outcome.status == "succeeded" else set())
     assert set(rows) == expected, f"{rows}, and recorded are {sorted(expected)}"
@@ -179,9 +173,8 @@ def books_a_page(ctx: Context) -> int:
 
 
 def page_once(dsn: str, outcome: TaskView) -> None:
-    with psycopg.connect(dsn, autocommit=True) as db:
-        rows = db.execute("select count(*) from booking").fetchone()
-    assert rows == (int("page" in outcome.steps),), rows
+    rows = len(bookings(dsn))
+    assert rows == int("page" in outcome.steps), f"{rows} rows"
 
 
 @app.task

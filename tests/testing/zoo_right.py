@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
+from tables import bookings
 
 from leasetask import (
     App,
@@ -70,18 +71,6 @@ class World:
 
 
 world = World()
-
-
-def with_tables(dsn: str) -> str:
-    """A world in the task's own database."""
-    with psycopg.connect(dsn, autocommit=True) as db:
-        db.execute("drop table if exists booking; create table booking (what text)")
-    return dsn
-
-
-def bookings(dsn: str) -> list[str]:
-    with psycopg.connect(dsn, autocommit=True) as db:
-        return [row[0] for row in db.execute("select what from booking order by 1")]
 
 
 def ended(outcome: TaskView) -> bool:
@@ -272,7 +261,8 @@ def all_or_nothing(world: World, outcome: TaskView) -> None:
 
 @app.task(retry=SOON)
 def fails_and_undoes(ctx: Context) -> None:
-    ctx.step("reserve", world.reserve, "1a", compensate=world.free)
+    ctx.compensate("free", world.free, "1a")
+    ctx.step("reserve", world.reserve, "1a")
     ctx.step("pay", _declined)
 
 
