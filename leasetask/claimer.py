@@ -39,6 +39,9 @@ class Claimer:
     open the head of a lane is full of dead entries. Every 100 ms, and whenever nothing was found,
     one begins at the heads: a long transaction may commit rows behind. A scan that is slow is paid
     for by scanning less often.
+
+    Attributes:
+        rate: tasks claimed per second, of late.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Claimer:
         self._empty_scans = 0
         self._idle_since: float | None = None
         self._window = (time.monotonic(), 0)
-        self._rate = 0.0
+        self.rate = 0.0
 
     async def claim(self, n: int) -> list[Claimed]:
         """Claim up to n tasks; none if the server is away just now."""
@@ -111,14 +114,14 @@ class Claimer:
         now = time.monotonic()
         idle = self._idle_since is not None
         if self._found:
-            if idle and self._rate > _BUSY_RATE:
+            if idle and self.rate > _BUSY_RATE:
                 await self._set_idle(False)
             return 0.0
         if not self._scanned:
             again = self._scanned_at + _SCAN_SHARE * self._scan_cost - now
             return min(self._interval, max(0.0, again))
         stale = idle and now - (self._idle_since or now) > _IDLE_REFRESH
-        if not self._suspects and (stale or (not idle and self._rate < _BUSY_RATE)):
+        if not self._suspects and (stale or (not idle and self.rate < _BUSY_RATE)):
             await self._set_idle(True)
             if not stale:
                 return 0.0  # what was committed before we said it notified nobody: look again
@@ -169,7 +172,7 @@ class Claimer:
         began, count = self._window
         now = time.monotonic()
         if now - began >= _RESCAN:
-            self._rate = count / (now - began)
+            self.rate = count / (now - began)
             began, count = now, 0
         self._window = (began, count + len(claimed))
 

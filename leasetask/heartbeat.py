@@ -146,5 +146,6 @@ class Watchdog(threading.Thread):
                 if now > run.lease_ends and run.lost is None:
                     logger.warning("%s: lease lost, not renewed in time", run.label)
                     run.lose("its lease was not renewed in time")
-                if run.times_out_at is not None and now > run.times_out_at and run.on_timeout:
-                    run.on_timeout()
+                time_out = run.on_timeout
+                if run.times_out_at is not None and now > run.times_out_at and time_out is not None:
+                    time_out()

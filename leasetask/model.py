@@ -52,7 +52,7 @@ class Retry:
         return min(self.max_delay, self.initial * self.factor ** min(max(tries - 1, 0), 64))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Claimed:
     """A task that this worker holds: the row as the claim returned it."""
 

@@ -91,10 +91,13 @@ class Unreadable:
         return self.text
 
 
+_decode = msgspec.json.Decoder().decode
+
+
 def decode_stored(data: bytes | str) -> Any:
     """Decode JSON from the database; what cannot be is kept aside, for it must harm nobody else."""
     try:
-        return msgspec.json.decode(data)
+        return _decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         text = data if isinstance(data, str) else bytes(data).decode("utf-8", "replace")
         return Unreadable(text, f"{type(error).__name__}: {error}")

@@ -6,7 +6,7 @@ the driver can prepare them; JSON travels as text. Nothing here does I/O.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any, Generic, LiteralString, NamedTuple, TypeVar
 
@@ -55,6 +55,27 @@ class Item(NamedTuple, Generic[T]):
     body: T
 
 
+_JSONB_ARRAY: LiteralString = "array(select e::jsonb from json_array_elements(%s::json) e)"
+_TEXT_ARRAY: LiteralString = "array(select e from json_array_elements_text(%s::json) e)"
+# Large arrays travel as one text: the driver would look at each element of a list.
+
+
+def _json_array(encoded: Iterable[str]) -> str:
+    return "[" + ",".join(encoded) + "]"
+
+
+def _uuid_array(uuids: Iterable[str]) -> str:
+    return "{" + ",".join(uuids) + "}"
+
+
+def _ids(items: Sequence[Item[Any]]) -> str:
+    return _uuid_array(item.id for item in items)
+
+
+def _tokens(items: Sequence[Item[Any]]) -> str:
+    return _uuid_array(item.token for item in items)
+
+
 def _json(value: Any) -> str | None:
     return None if value is None else msgspec.json.encode(value).decode()
 
@@ -72,14 +93,20 @@ PING = Query("select 1")
 
 # --- producers ----------------------------------------------------------------------------
 
-_ENQUEUE_MANY: LiteralString = """
+_ENQUEUE_MANY: LiteralString = (
+    """
 select ord, id::text, outcome, stored_input::text from leasetask.enqueue_many(
-  %s, %s::text[]::jsonb[], %s::text[], at => %s::timestamptz,
+  %s, """
+    + _JSONB_ARRAY
+    + ", "
+    + _TEXT_ARRAY
+    + """, at => %s::timestamptz,
   delay => make_interval(secs => %s::float8), priority => %s::smallint, version => %s::int,
   max_attempts => %s::int, backoff_initial => %s::real, backoff_factor => %s::real,
   backoff_max => %s::real, backoff_jitter => %s::real,
   deadline => %s::float8)
 order by ord"""
+)
 
 
 def enqueue_many(
@@ -105,7 +132,8 @@ def enqueue_many(
             policy.deadline,
         )
         priority = policy.priority if priority is None else priority
-    return Query(_ENQUEUE_MANY, (kind, list(inputs), list(keys), at, delay, priority, *declared))
+    keys_ = msgspec.json.encode(keys).decode()
+    return Query(_ENQUEUE_MANY, (kind, _json_array(inputs), keys_, at, delay, priority, *declared))
 
 
 _ENQUEUE_ANYWHERE: LiteralString = """
@@ -306,7 +334,7 @@ def heartbeat(
     return Query(
         "select ord, answer, cancel_requested from leasetask.heartbeat("
         "%s::uuid[], %s::uuid[], make_interval(secs => %s), %s::text[]::jsonb[])",
-        (list(ids), list(tokens), lease, list(progress)),
+        (_uuid_array(ids), _uuid_array(tokens), lease, list(progress)),
     )
 
 
@@ -318,11 +346,11 @@ def checkpoint(items: Sequence[Item[Checkpoint]], lease: float) -> Query:
     ]
     return Query(
         "select ord, answer, cancel_requested, recorded::text from leasetask.checkpoint("
-        "%s::uuid[], %s::uuid[], %s::text[]::jsonb[], make_interval(secs => %s), %s::int[])",
+        "%s::uuid[], %s::uuid[], " + _JSONB_ARRAY + ", make_interval(secs => %s), %s::int[])",
         (
-            [i.id for i in items],
-            [i.token for i in items],
-            patches,
+            _ids(items),
+            _tokens(items),
+            _json_array(patches),
             lease,
             [i.body.compensations for i in items],
         ),
@@ -346,8 +374,8 @@ def note(items: Sequence[Item[Note]], lease: float) -> Query:
         "select ord, answer, cancel_requested from leasetask.note("
         "%s::uuid[], %s::uuid[], %s::text[]::jsonb[], make_interval(secs => %s), %s::int[])",
         (
-            [i.id for i in items],
-            [i.token for i in items],
+            _ids(items),
+            _tokens(items),
             [_json(i.body.notes) for i in items],
             lease,
             [i.body.compensations for i in items],
@@ -359,8 +387,8 @@ def finish(items: Sequence[Item[Finish]], *, fenced: bool = False) -> Query:
     """Rows: ord, answer, status. `fenced`: inside a business transaction."""
     return Query(
         "select ord, answer, status from leasetask.finish("
-        "%s::uuid[], %s::uuid[], %s::text[]::jsonb[], %s)",
-        ([i.id for i in items], [i.token for i in items], [i.body.result for i in items], fenced),
+        "%s::uuid[], %s::uuid[], " + _JSONB_ARRAY + ", %s)",
+        (_ids(items), _tokens(items), _json_array(i.body.result for i in items), fenced),
     )
 
 
@@ -372,8 +400,8 @@ def suspend(items: Sequence[Item[Suspend]], now: float) -> Query:
         "%s::text[], %s::int[], %s::text[], %s::float8[], null, %s::text[]::pg_snapshot[], "
         "%s::text[]::jsonb[])",
         (
-            [i.id for i in items],
-            [i.token for i in items],
+            _ids(items),
+            _tokens(items),
             [w.mode for w in waits],
             [w.name for w in waits],
             [w.seq for w in waits],
@@ -391,8 +419,8 @@ def release(items: Sequence[Item[Release]]) -> Query:
         "select ord, answer, status from leasetask.release("
         "%s::uuid[], %s::uuid[], %s::float8[], %s::text[]::jsonb[], %s::text[]::jsonb[])",
         (
-            [i.id for i in items],
-            [i.token for i in items],
+            _ids(items),
+            _tokens(items),
             [i.body.delay for i in items],
             [_json(i.body.notes) for i in items],
             [_json(i.body.error) for i in items],
@@ -406,8 +434,8 @@ def fail(items: Sequence[Item[Fail]]) -> Query:
         "select ord, answer, status from leasetask.fail("
         "%s::uuid[], %s::uuid[], %s::text[]::jsonb[], %s::bool[], %s::bool[])",
         (
-            [i.id for i in items],
-            [i.token for i in items],
+            _ids(items),
+            _tokens(items),
             [_json(i.body.error) for i in items],
             [i.body.retryable for i in items],
             [i.body.outright for i in items],
@@ -419,7 +447,7 @@ def abandon(items: Sequence[Item[None]], seconds: float) -> Query:
     """Rows: ord, answer."""
     return Query(
         "select ord, answer from leasetask.abandon(%s::uuid[], %s::uuid[], %s::float8)",
-        ([i.id for i in items], [i.token for i in items], seconds),
+        (_ids(items), _tokens(items), seconds),
     )
 
 

@@ -98,7 +98,7 @@ class Compensation:
     args: tuple[Any, ...]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Run:
     """The state that a run's verbs, its executor and its worker share."""
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,6 +54,16 @@ _UNWIND = 1.0
 
 _FULL = 0.05
 """Seconds without a free slot after which a worker is not idle any more."""
+
+_PREFETCH = 0.02
+"""Seconds of work, at the present rate, that are claimed ahead of the free slots."""
+
+_MOST_PREFETCHED = 400
+_STALE = 0.25
+"""Seconds after which a task claimed ahead that has found no slot is handed back."""
+
+_NOT_READ = Journal({}, {})
+"""Until what a task has recorded is read."""
 
 _CLAIM_ENDS = 5.0
 """Seconds that a claim on its way is waited for when the worker stops."""
@@ -115,6 +126,7 @@ class Worker:
         self._options = options
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self._runs: dict[str, Run] = {}
+        self._prefetched: deque[Run] = deque()
         self._threads = Threads()
         self._ending = 0
         self._lost_threads = 0
@@ -256,10 +268,11 @@ class Worker:
                 await self._run_one_suspect(claimer)
                 continue
             self._wake.clear()
-            free = self._free_slots()
+            self._hand_back_stale()
+            free = self._free_slots(claimer.rate)
             if free < 1 or not self._heartbeat.healthy:
                 await self._pause(_FULL)
-                if self._free_slots() < 1:
+                if self._free_slots(claimer.rate) < 1 and not self._prefetched:
                     # Whoever cannot take more must not make the producers pay for notifying it.
                     await claimer.leave()
                     await self._pause(self._options.poll_interval)
@@ -274,16 +287,36 @@ class Worker:
                 await self._pause(pause)
         await claimer.leave()
 
-    def _free_slots(self) -> int:
+    def _free_slots(self, rate: float) -> int:
         """Return how many tasks may be claimed.
 
         A handler that has ended leaves its slot while its outcome is committed, so that the next
-        claim is under way meanwhile; of those there may be as many again.
+        claim is under way meanwhile; of those there may be as many again. Short tasks are claimed a
+        little ahead, in few large claims, so that the server works while the handlers do.
         """
         most = self._options.concurrency - self._lost_threads
         if self._options.alone:
             return most - len(self._runs)
-        return min(most - (len(self._runs) - self._ending), 2 * most - len(self._runs))
+        most += min(_MOST_PREFETCHED, int(rate * _PREFETCH))
+        free = min(most - (len(self._runs) - self._ending), 2 * most - len(self._runs))
+        return 0 if self._prefetched and free < most // 2 else free
+
+    @property
+    def _has_slot(self) -> bool:
+        """Whether a handler may start."""
+        running = len(self._runs) - self._ending - len(self._prefetched)
+        return running < self._options.concurrency - self._lost_threads
+
+    def _hand_back_stale(self) -> None:
+        """Others may be free for what was claimed ahead, once tasks turn out to be long."""
+        if self._prefetched and time.monotonic() - self._prefetched[0].started > _STALE:
+            self._hand_back_prefetched()
+
+    def _hand_back_prefetched(self) -> None:
+        while self._prefetched:
+            run = self._prefetched.popleft()
+            run.handing_back = True
+            self._launch(run)
 
     async def _pause(self, seconds: float) -> None:
         await pause_until(self._wake, seconds)
@@ -294,7 +327,7 @@ class Worker:
         return Run(
             claimed=claimed,
             kind=kind,
-            journal=Journal({}, {}),
+            journal=_NOT_READ,
             port=self._committer,
             transactions=self._transactions,
             registry=self._registry,
@@ -308,7 +341,14 @@ class Worker:
 
     def _start(self, run: Run) -> None:
         # By token: a task that came back to this worker may still have an old run in a thread.
+        starts = self._has_slot or run.handing_back
         self._runs[run.claimed.token] = run
+        if starts:
+            self._launch(run)
+        else:
+            self._prefetched.append(run)
+
+    def _launch(self, run: Run) -> None:
         task = self._loop.create_task(self._run(run))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -319,6 +359,8 @@ class Worker:
         try:
             outcome = await self._outcome_of(run)
             self._ending += 1
+            while self._prefetched and self._has_slot:
+                self._launch(self._prefetched.popleft())
             self._wake.set()
             try:
                 await self._end(run, outcome)
@@ -330,6 +372,8 @@ class Worker:
 
     async def _outcome_of(self, run: Run) -> Outcome:
         """Run the handler; whatever goes wrong around it is a failure of this task alone."""
+        if run.lost is not None:
+            return Lost(run.lost)
         if run.handing_back:
             return Release()
         claimed = run.claimed
@@ -456,6 +500,7 @@ class Worker:
         if claiming:
             # A claim on its way holds tasks that we do not know of yet.
             await asyncio.wait(claiming, timeout=_CLAIM_ENDS)
+        self._hand_back_prefetched()
         await self._until_empty(deadline)
         for run in self._held():
             run.hand_back()

@@ -111,7 +111,7 @@ def test_the_async_twins(dsn: str) -> None:
     async def scenario() -> None:
         first = await app.enqueue_async(echo, 1, key="k")
         assert (await app.enqueue_async(echo, 1, key="k")).id == first.id
-        many = await app.enqueue_many_async(echo, [1, 2])
+        many = await app.enqueue_many_async(echo, [1, 2], delay=60)
         assert [m.outcome for m in many] == ["new", "new"]
         assert (await app.cancel_async(many[0].id, reason="r")) == "canceled"
         waiting = await app.enqueue_async(waits)

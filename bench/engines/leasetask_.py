@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 
 import marks
 import psycopg
 
 from leasetask import App, AsyncContext, Context
+from leasetask.cli.work import serve
 from leasetask.worker import WorkerOptions
 
 app = App(marks.DSN)
@@ -110,9 +110,7 @@ def work() -> None:
         concurrency=int(os.environ.get("BENCH_CONCURRENCY", "100")),
         lease=float(os.environ.get("BENCH_LEASE", "30")),
     )
-    worker = app.worker(options)
-    signal.signal(signal.SIGTERM, lambda *_: worker.stop(hurry=True))
-    asyncio.run(worker.serve())
+    serve(app.worker(options))
 
 
 def setup() -> None:
