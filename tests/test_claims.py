@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -336,3 +337,37 @@ def test_h27_sleeps_and_retries_end_when_due(app: App, db: Db) -> None:
             assert app.wait(app.enqueue(handler).id, timeout=10).status == "succeeded"
     for what, (first, second) in moments.items():
         assert 0.29 < second - first < 3, what
+
+
+# --- claiming ahead ------------------------------------------------------------------------------
+
+
+def test_what_was_claimed_ahead_is_handed_back_when_tasks_turn_out_long(app: App, db: Db) -> None:
+    """Short tasks make a worker claim ahead; behind a long one that must not keep others waiting.
+
+    Two slots, 3,000 short tasks, then 60 that last. Those that find no slot are given back within
+    moments, uncharged, to whoever is free; at the stop the rest is.
+    """
+    handed_out: list[str] = []
+
+    @app.task
+    async def short(ctx: AsyncContext) -> None:
+        pass
+
+    @app.task
+    async def long(ctx: AsyncContext) -> None:
+        handed_out.append(ctx.task_id)
+        await asyncio.sleep(3600)
+
+    app.enqueue_many(short, [None] * 3000)
+    app.enqueue_many(long, [None] * 60, priority=1)
+    with app.start(concurrency=2, lease=30, grace=0):
+        wait_until(lambda: len(handed_out) == 2, what="for both slots to be taken")
+        claimed_ahead = "select count(*) from leasetask.task where kind = 'long' and runs > 0"
+        running = "select count(*) from leasetask.task where kind = 'long' and status = 'running'"
+        wait_until(lambda: db.execute(running).fetchone() == (2,), what="for the rest's return")
+        assert db.execute(claimed_ahead).fetchone() > (2,), "nothing was claimed ahead"
+        others = "select distinct attempts from leasetask.task where kind = 'long' and status = 'pending'"
+        assert db.execute(others).fetchall() == [(0,)]
+    left = "select status, max(attempts), count(*) from leasetask.task where kind = 'long' group by 1"
+    assert db.execute(left).fetchall() == [("pending", 0, 60)]
