@@ -369,5 +369,7 @@ def test_what_was_claimed_ahead_is_handed_back_when_tasks_turn_out_long(app: App
         assert db.execute(claimed_ahead).fetchone() > (2,), "nothing was claimed ahead"
         others = "select distinct attempts from leasetask.task where kind = 'long' and status = 'pending'"
         assert db.execute(others).fetchall() == [(0,)]
-    left = "select status, max(attempts), count(*) from leasetask.task where kind = 'long' group by 1"
+    left = (
+        "select status, max(attempts), count(*) from leasetask.task where kind = 'long' group by 1"
+    )
     assert db.execute(left).fetchall() == [("pending", 0, 60)]
