@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo check soak bench bench-quick clean
+.PHONY: test demo check soak long fuzz bench bench-quick clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,7 +24,16 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Random faults under load, MINUTES=60 for longer, SEED=7 for a failing seed once more.
 soak: $(READY)
+	PYTHONPATH=tests:tests/faults $(BIN)/python tests/faults/soak.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) --out tests/faults/results
+
+# Random input of every kind, by seed.
+fuzz: $(READY)
+	PYTHONPATH=tests:tests/fuzz $(BIN)/python tests/fuzz/fuzz.py --inputs $(or $(INPUTS),1000000) $(if $(SEED),--seed $(SEED))
+
+# Every test with its full numbers: hours.
+long: $(READY)
 	LEASETASK_SOAK=1 $(BIN)/pytest -n 2
 
 bench: $(READY)

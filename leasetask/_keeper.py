@@ -45,6 +45,8 @@ max_connections = 200
 shared_buffers = 128MB
 fsync = on
 synchronous_commit = on
+# The user is called as our schema is: by default its own tables would end up there.
+search_path = 'public'
 """
 
 

@@ -23,7 +23,7 @@ from leasetask.model import Enqueued, Retry, TaskView
 from leasetask.payload import DEFAULT_LIMIT
 from leasetask.protocol import KindPolicy, Query
 from leasetask.registry import Kind, Registry
-from leasetask.worker import ALONE, DEFAULT_ROLES, Worker, WorkerOptions
+from leasetask.worker import ALONE, DEFAULT_RETENTION, DEFAULT_ROLES, Worker, WorkerOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 Target = Callable[..., Any] | str
@@ -424,8 +424,10 @@ class App:
         lease: float = 30.0,
         poll_interval: float = 1.0,
         grace: float = 30.0,
+        retention: float | None = DEFAULT_RETENTION,
         roles: Sequence[str] = DEFAULT_ROLES,
         outbox: str | None = None,
+        listen_dsn: str | None = None,
     ) -> RunningWorker:
         """Start a worker inside this process, in a thread of its own.
 
@@ -434,9 +436,11 @@ class App:
             lease: seconds after which a crashed worker's tasks go on elsewhere.
             poll_interval: seconds between looks when nothing notifies.
             grace: seconds that handlers may still run after `stop()`.
+            retention: seconds after which finished tasks are pruned, 30 days by default; None: never.
             roles: `worker` runs tasks, `sweep` recovers expired leases, `outbox` makes tasks of the
                 rows of `outbox_event`.
             outbox: the DSN of the database with that table.
+            listen_dsn: a direct DSN to hear notifications on, where the App's goes through a pooler.
 
         Raises:
             SchemaError, DatabaseUnavailable, ConfigurationError: as they say.
@@ -454,8 +458,10 @@ class App:
             lease=lease,
             poll_interval=poll_interval,
             grace=grace,
+            retention=retention,
             roles=tuple(roles),
             outbox=outbox,
+            listen_dsn=listen_dsn,
             payload_limit=self._payload_limit,
             spec=self._import_spec(),
             transactions=self._transactions,

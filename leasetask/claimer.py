@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -42,6 +43,7 @@ class Claimer:
 
     Attributes:
         rate: tasks claimed per second, of late.
+        answered_at: when the server last answered a claim, by the local monotonic clock.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Claimer:
         lease: float,
         interval: float,
         suspects: bool,
+        hears: Callable[[], bool],
     ) -> None:
         self._link = link
         self._owner = owner
@@ -60,6 +63,8 @@ class Claimer:
         self._lease = lease
         self._interval = interval
         self._suspects = suspects
+        self._hears = hears
+        self.answered_at = time.monotonic()
         self._sinces: dict[tuple[str, int, int], datetime] = {}
         self._scanned_at = float("-inf")
         self._scan_costs = (0.0, 0.0)
@@ -89,6 +94,8 @@ class Claimer:
             self._sinces = {}
             await asyncio.sleep(_FIRST_POLL)
             rows = []
+        else:
+            self.answered_at = time.monotonic()
         claimed = [protocol.claimed(row) for row in rows]
         self._remember(claimed)
         return claimed
@@ -121,7 +128,11 @@ class Claimer:
             again = self._scanned_at + _SCAN_SHARE * self._scan_cost - now
             return min(self._interval, max(0.0, again))
         stale = idle and now - (self._idle_since or now) > _IDLE_REFRESH
-        if not self._suspects and (stale or (not idle and self.rate < _BUSY_RATE)):
+        if (
+            self._hears()
+            and not self._suspects
+            and (stale or (not idle and self.rate < _BUSY_RATE))
+        ):
             await self._set_idle(True)
             if not stale:
                 return 0.0  # what was committed before we said it notified nobody: look again

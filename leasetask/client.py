@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from leasetask import protocol
+from leasetask import protocol, telemetry
 from leasetask.connection import first, translated
 from leasetask.errors import (
     IdempotencyConflict,
@@ -19,7 +19,7 @@ from leasetask.errors import (
     WaitTimeout,
 )
 from leasetask.model import LONGEST, Enqueued, TaskView
-from leasetask.payload import DEFAULT_LIMIT, encode
+from leasetask.payload import DEFAULT_LIMIT, encode, name_in_a_line
 from leasetask.protocol import KindPolicy, Query
 from leasetask.registry import Kind
 
@@ -78,17 +78,25 @@ def enqueue(
         IdempotencyConflict: the key names a task with another input.
     """
     check_start(at, delay)
-    query = protocol.enqueue_many(
-        kind, [encoded], [key], at=at, delay=delay, priority=priority, policy=policy
-    )
-    rows = yield query
-    if not rows:
-        # The task that held the key was pruned away between the two statements: it is free now.
+    with telemetry.sending(kind) as trace:
+        query = protocol.enqueue_many(
+            kind,
+            [encoded],
+            [key],
+            at=at,
+            delay=delay,
+            priority=priority,
+            policy=policy,
+            trace=trace,
+        )
         rows = yield query
+        if not rows:
+            # The task that held the key was pruned away between the two statements: it is free now.
+            rows = yield query
     _, task_id, outcome, stored = rows[0]
     if outcome == "conflict":
         raise IdempotencyConflict(
-            f"key {key!r} of kind {kind} names task {task_id}, which has another input"
+            f"key {key!r} of kind {name_in_a_line(kind)} names task {task_id}, which has another input"
             f"{_difference(encoded, stored)}; use another key, or the same input",
             task_id=task_id,
         )
@@ -108,9 +116,10 @@ def enqueue_many(
     check_start(at, delay)
     if not encoded:
         return []
-    rows = yield protocol.enqueue_many(
-        kind, encoded, keys, at=at, delay=delay, priority=priority, policy=policy
-    )
+    with telemetry.sending(kind) as trace:
+        rows = yield protocol.enqueue_many(
+            kind, encoded, keys, at=at, delay=delay, priority=priority, policy=policy, trace=trace
+        )
     return [Enqueued(task_id, outcome) for _, task_id, outcome, _ in rows]
 
 
@@ -206,7 +215,11 @@ def signal(
 ) -> Call[int | None]:
     """Send a signal; outside a transaction, deliver it too and count whom it woke."""
     check_name("topic", topic)
-    encoded = None if payload is None else encode(payload, what=f"signal on {topic}", limit=limit)
+    encoded = (
+        None
+        if payload is None
+        else encode(payload, what=f"signal on {name_in_a_line(topic)}", limit=limit)
+    )
     sent = first((yield protocol.signal(topic, encoded, sticky, not outside)))
     if not outside:
         return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import random
+import socket
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -54,8 +56,15 @@ def connect(dsn: str, *, name: str = "leasetask") -> psycopg.Connection[Any]:
     return _adapt(conn)
 
 
-async def connect_async(dsn: str, *, name: str = "leasetask") -> psycopg.AsyncConnection[Any]:
-    """Open an async connection in autocommit; raises as `connect` does."""
+async def connect_async(
+    dsn: str, *, name: str = "leasetask", limit: float | None = None
+) -> psycopg.AsyncConnection[Any]:
+    """Open an async connection in autocommit; raises as `connect` does.
+
+    Args:
+        limit: seconds after which the server ends a statement. Not set behind a pooler, where it
+            would be left behind for others.
+    """
     try:
         conn = await psycopg.AsyncConnection.connect(dsn, autocommit=True, **_settings(name))
     except psycopg.Error as error:
@@ -63,7 +72,24 @@ async def connect_async(dsn: str, *, name: str = "leasetask") -> psycopg.AsyncCo
     row = await (await conn.execute(*protocol.BACKEND_PID)).fetchone()
     if conn.info.backend_pid != row[0]:  # type: ignore[index]  # always one row
         conn.prepare_threshold = None
+    elif limit is not None:
+        await conn.execute(*protocol.limit_statements(limit))
     return _adapt(conn)
+
+
+def is_pooled(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Whether `connect` has found a transaction-mode pooler in between."""
+    return conn.prepare_threshold is None
+
+
+def shut(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    """Let whoever waits for this connection's server learn that it is lost.
+
+    From any thread: libpq must not be touched from outside, its socket may be. A cancel would wait
+    for the server once more, for ten seconds on a network that is frozen.
+    """
+    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(conn.fileno())) as raw:
+        raw.shutdown(socket.SHUT_RDWR)
 
 
 def _settings(name: str) -> dict[str, Any]:
@@ -161,7 +187,7 @@ def is_transient(error: BaseException) -> bool:
     return state in ("40001", "40P01", "55P03", "57014") or state.startswith("53")
 
 
-def backoff_delays(initial: float = 0.05, longest: float = 5.0) -> Iterator[float]:
+def backoff_delays(initial: float = 0.05, longest: float = 1.6) -> Iterator[float]:
     """Give delays in seconds, doubling to `longest`, each varied by up to a half."""
     delay = initial
     while True:

@@ -54,7 +54,7 @@ def examine(ask: Ask, *, pooled: bool) -> list[Finding]:
             Finding(
                 "warning",
                 "a transaction-mode pooler stands in between: LISTEN hears nothing, only polling works",
-                "give workers a direct DSN for lower latency",
+                "leasetask worker … --listen-dsn with a direct DSN, for lower latency",
             )
         )
     return findings

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from typing import Any
 
-from leasetask import compensation, operations
+from leasetask import compensation, operations, telemetry
 from leasetask.branches import Branches
 from leasetask.context import AsyncContext, Context
 from leasetask.errors import (
@@ -58,7 +58,9 @@ async def _execute_async(run: Run, value: Any) -> Outcome:
     try:
         context = AsyncContext(run)
         arguments = (context, value) if run.kind.takes_input else (context,)
-        result = await operations.within(run.kind.timeout, run.kind.handler(*arguments), run.label)
+        with _traced(run):
+            handler = run.kind.handler(*arguments)
+            result = await operations.within(run.kind.timeout, handler, run.label)
     except BaseException as raised:
         error = raised
     finally:
@@ -128,7 +130,8 @@ def _run_handler(run: Run, value: Any) -> Outcome:
     result, error = None, None
     try:
         context = Context(run)
-        result = run.kind.handler(*((context, value) if run.kind.takes_input else (context,)))
+        with _traced(run):
+            result = run.kind.handler(*((context, value) if run.kind.takes_input else (context,)))
     except BaseException as raised:
         error = raised
     if _compensates(run, error):
@@ -138,6 +141,11 @@ def _run_handler(run: Run, value: Any) -> Outcome:
         except BaseException as raised:
             error = raised
     return conclude(run, result, error)
+
+
+def _traced(run: Run) -> AbstractContextManager[Any]:
+    attributes = {"leasetask.attempt": run.attempt, "leasetask.run": run.claimed.runs}
+    return telemetry.processing(run.claimed.kind, run.claimed.id, run.claimed.trace, attributes)
 
 
 # --- judging -----------------------------------------------------------------------------------

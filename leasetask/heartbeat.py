@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 
 from leasetask import protocol
-from leasetask.connection import connect, fetch
+from leasetask.connection import connect, fetch, shut
 from leasetask.errors import DatabaseUnavailable
 from leasetask.run import Run
 
@@ -46,12 +46,19 @@ class Heartbeat(threading.Thread):
         self._stopping = False
         self._conn: psycopg.Connection[Any] | None = None
         self._failing_since: float | None = None
+        self._beating_since: float | None = None
+        self._well_at = time.monotonic()
 
     @property
     def healthy(self) -> bool:
         """Whether leases can be kept: False after a whole lease without a successful beat."""
-        since = self._failing_since
-        return since is None or time.monotonic() - since < self._lease
+        return time.monotonic() - self._well_at < self._lease
+
+    def end_if_stuck(self) -> None:
+        """Give up a connection that has been silent for half a lease; from another thread."""
+        since, conn = self._beating_since, self._conn
+        if since is not None and conn is not None and time.monotonic() - since > self._lease / 2:
+            shut(conn)
 
     def beat_soon(self) -> None:
         """Send a beat now: somebody may have asked for a cancel."""
@@ -75,6 +82,7 @@ class Heartbeat(threading.Thread):
             self._on_death(error)
 
     def _beat_or_report(self) -> None:
+        self._beating_since = time.monotonic()
         try:
             self._beat()
         except (DatabaseUnavailable, psycopg.Error) as error:
@@ -87,9 +95,12 @@ class Heartbeat(threading.Thread):
                 self._conn.close()
                 self._conn = None
         else:
+            self._well_at = time.monotonic()
             if self._failing_since is not None:
                 self._failing_since = None
                 logger.warning("heartbeat: leases are renewed again")
+        finally:
+            self._beating_since = None
 
     def _beat(self) -> None:
         # One item per task: one that came back to this worker may still have an old run.
@@ -128,8 +139,11 @@ class Watchdog(threading.Thread):
     Never talks to the server: a statement that hangs must not hide that a lease has run out.
     """
 
-    def __init__(self, lease: float, runs: Callable[[], Collection[Run]]) -> None:
+    def __init__(
+        self, lease: float, runs: Callable[[], Collection[Run]], heartbeat: Heartbeat
+    ) -> None:
         super().__init__(name="leasetask-watchdog", daemon=True)
+        self._heartbeat = heartbeat
         self._tick = min(1.0, max(0.02, lease / 20))
         self._runs = runs
         self._stopped = threading.Event()
@@ -142,6 +156,7 @@ class Watchdog(threading.Thread):
         """Look until stopped."""
         while not self._stopped.wait(self._tick):
             now = time.monotonic()
+            self._heartbeat.end_if_stuck()
             for run in self._runs():
                 if now > run.lease_ends and run.lost is None:
                     logger.warning("%s: lease lost, not renewed in time", run.label)

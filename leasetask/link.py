@@ -9,11 +9,21 @@ from typing import Any
 
 import psycopg
 
-from leasetask.connection import backoff_delays, connect_async, fetch_async, is_disconnect
+from leasetask.connection import (
+    backoff_delays,
+    connect_async,
+    fetch_async,
+    is_disconnect,
+    shut,
+)
 from leasetask.errors import DatabaseUnavailable
 from leasetask.protocol import Query
 
 logger = logging.getLogger("leasetask")
+
+
+_SILENCE = 2.0
+"""Seconds past a statement's limit within which at least the server's refusal must be heard."""
 
 
 async def pause_until(event: asyncio.Event, seconds: float) -> bool:
@@ -35,12 +45,22 @@ class Link:
     Logs one line when it goes and one when it is back, not one per try.
 
     Args:
+        limit: seconds that a statement may take, by the server's clock; when not even that is
+            heard of, the network is taken to be frozen and the connection for lost.
         revive: called, in a thread, before another try: starts an embedded server again.
     """
 
-    def __init__(self, dsn: str, name: str, *, revive: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        name: str,
+        *,
+        limit: float = 30.0,
+        revive: Callable[[], object] | None = None,
+    ) -> None:
         self._dsn = dsn
         self._name = name
+        self._limit = limit
         self._revive = revive
         self._conn: psycopg.AsyncConnection[Any] | None = None
         self._was_lost = False
@@ -51,7 +71,7 @@ class Link:
             return self._conn
         for delay in backoff_delays():
             try:
-                self._conn = await connect_async(self._dsn, name=self._name)
+                self._conn = await connect_async(self._dsn, name=self._name, limit=self._limit)
                 break
             except DatabaseUnavailable as error:
                 self.report_lost(error)
@@ -67,6 +87,7 @@ class Link:
     async def try_once(self, query: Query) -> list[tuple[Any, ...]]:
         """Run a query; drop the connection if it is of no use any more, and raise all the same."""
         conn = await self.get()
+        frozen = asyncio.get_running_loop().call_later(self._limit + _SILENCE, shut, conn)
         try:
             return await fetch_async(conn, query)
         except Exception as error:
@@ -77,6 +98,8 @@ class Link:
         except asyncio.CancelledError:
             await self.close()
             raise
+        finally:
+            frozen.cancel()
 
     async def ask(self, query: Query) -> list[tuple[Any, ...]]:
         """Run a query that may be repeated, through any number of lost connections."""

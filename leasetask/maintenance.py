@@ -1,4 +1,4 @@
-"""What workers do now and then beside running tasks: deliver, sweep, declare, look for suspects."""
+"""What workers do now and then beside running tasks: deliver, sweep, declare, prune, suspects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ logger = logging.getLogger("leasetask")
 DELIVER_EVERY = 1.0
 DECLARE_EVERY = 60.0
 SUSPECTS_EVERY = 5.0
+PRUNE_EVERY = 600.0
 """Seconds between these chores; suspects that this worker's own sweep finds are seen to at once."""
+
+PRUNE_BATCH = 1000
+_PRUNE_AGAIN = 0.5
+"""Seconds between the batches of one pruning: it must be felt by nobody."""
+
+UNCONSUMED = 3.0
+"""Signals that nobody has consumed are kept this many times as long as finished tasks."""
 
 SWEEP_BATCH = 1000
 _BUSY_AGAIN = 0.05
@@ -35,6 +43,7 @@ class Maintenance:
         policies: Iterable[KindPolicy],
         *,
         sweeps: bool,
+        retention: float | None,
         on_suspects: Callable[[], Awaitable[None]] | None,
     ) -> None:
         self._link = link
@@ -42,6 +51,7 @@ class Maintenance:
         self._pairs = [(p.kind, p.version) for p in self._policies]
         self._sweep_every = min(1.5, lease / 2)
         self._sweeps = sweeps
+        self._retention = retention
         self._on_suspects = on_suspects
         self._topics: set[str] = set()
         self._wake = asyncio.Event()
@@ -60,7 +70,7 @@ class Maintenance:
 
     async def serve(self) -> None:
         """Do the chores, for ever."""
-        due = dict.fromkeys(("look", "sweep", "suspects", "declare"), 0.0)
+        due = dict.fromkeys(("look", "sweep", "suspects", "declare", "prune"), 0.0)
         while True:
             now = time.monotonic()
             try:
@@ -80,11 +90,13 @@ class Maintenance:
                     self._suspected = False
                     due["suspects"] = now + SUSPECTS_EVERY
                     await self._look_for_suspects()
+                if self._sweeps and now >= due["prune"]:
+                    due["prune"] = now + await self._prune()
             except Exception as error:
                 if not (is_disconnect(error) or is_transient(error)):
                     raise
                 again = True
-            pause = min(due["look"], due["sweep"])
+            pause = min(due["look"], due["sweep"], due["prune"])
             await self._sleep(_BUSY_AGAIN if again else pause - time.monotonic())
 
     async def _sleep(self, seconds: float) -> None:
@@ -109,6 +121,14 @@ class Maintenance:
                 logger.warning("sweep: task %s (%s): %s", swept.id, swept.kind, swept.outcome)
                 self._suspected = self._suspected or swept.outcome == "suspect"
         return time.monotonic() - began
+
+    async def _prune(self) -> float:
+        """Prune one batch; returns the seconds until the next."""
+        if self._retention is None:
+            return PRUNE_EVERY
+        query = protocol.prune(self._retention, self._retention * UNCONSUMED, False, PRUNE_BATCH)
+        touched: int = (await self._link.ask(query))[0][0]
+        return _PRUNE_AGAIN if touched else PRUNE_EVERY
 
     async def _look_for_suspects(self) -> None:
         if self._on_suspects is not None and self._pairs:

@@ -76,6 +76,7 @@ class Claimed:
     cancel_requested: bool
     compensating: str | None
     last_error: dict[str, Any] | None
+    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from leasetask import telemetry
 from leasetask.errors import NonDeterminismError, RunTimeout
 from leasetask.model import Ack, Checkpoint, Note
 from leasetask.run import Parked, Run, Suspended
@@ -129,7 +130,8 @@ class Body:
             run.times_out_at = min(outer or float("inf"), time.monotonic() + self.timeout)
         try:
             tell(run, "before the body of", self.name)
-            value = self.function(*self.args, **self.kwargs)
+            with telemetry.step(self.name):
+                value = self.function(*self.args, **self.kwargs)
             tell(run, "after the body of", self.name)
             return value
         finally:
@@ -141,9 +143,10 @@ class Body:
         token = in_body.set(True)
         try:
             await tell_async(run, "before the body of", self.name)
-            value = self.function(*self.args, **self.kwargs)
-            if inspect.isawaitable(value):
-                value = await within(self.timeout, value, "a step")
+            with telemetry.step(self.name):
+                value = self.function(*self.args, **self.kwargs)
+                if inspect.isawaitable(value):
+                    value = await within(self.timeout, value, "a step")
             await tell_async(run, "after the body of", self.name)
             return value
         finally:

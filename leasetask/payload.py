@@ -131,6 +131,12 @@ def printable(text: str, limit: int = ERROR_TEXT_LIMIT) -> str:
     return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\u0000")
 
 
+def name_in_a_line(name: object, limit: int = 100) -> str:
+    """Return a name as a message shows it: as it is if that is one short line, else quoted and cut."""
+    text = name if isinstance(name, str) and name.isprintable() else repr(name)
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
 def annotation_of(function: Callable[..., Any], name: str = "return") -> Any:
     """Return the annotation of a function's parameter or result; `Any` when there is none.
 
@@ -166,12 +172,19 @@ def _exact(value: object, path: str, what: str, typed: bool) -> object:
         return [_exact(item, f"{path}[{i}]", what, typed) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # narrowed by `kind`
     if kind is dict:
         return {
-            _exact_key(key, path, what): _exact(item, f"{path}.{key}", what, typed)
+            _exact_key(key, path, what): _exact(item, _below(path, key), what, typed)
             for key, item in value.items()  # type: ignore[attr-defined]  # narrowed by `kind`
         }
     raise PayloadError(
         f"{what}: {path} is a {kind.__name__}, which JSON would change; "
         "annotate the parameter or result with its type, or convert it to plain JSON"
+    )
+
+
+def _below(path: str, key: object) -> str:
+    """Return the path of an entry, on one line however odd its key is."""
+    return (
+        f"{path}.{key}" if isinstance(key, str) and key.isidentifier() else f"{path}[{key!r:.60}]"
     )
 
 

@@ -88,6 +88,15 @@ TAKE_MIGRATION_LOCK = Query("select pg_advisory_xact_lock(hashtext('leasetask.mi
 BACKEND_PID = Query("select pg_backend_pid()")
 IS_READ_ONLY = Query("select pg_is_in_recovery()")
 LISTEN = Query("listen leasetask")
+
+
+def limit_statements(seconds: float) -> Query:
+    """Rows: not to be read. For this session."""
+    return Query(
+        "select set_config('statement_timeout', %s, false)", (str(max(1, int(seconds * 1000))),)
+    )
+
+
 PING = Query("select 1")
 
 
@@ -104,7 +113,7 @@ select ord, id::text, outcome, stored_input::text from leasetask.enqueue_many(
   delay => make_interval(secs => %s::float8), priority => %s::smallint, version => %s::int,
   max_attempts => %s::int, backoff_initial => %s::real, backoff_factor => %s::real,
   backoff_max => %s::real, backoff_jitter => %s::real,
-  deadline => %s::float8)
+  deadline => %s::float8, trace => %s::text)
 order by ord"""
 )
 
@@ -118,6 +127,7 @@ def enqueue_many(
     delay: float | None,
     priority: int | None,
     policy: KindPolicy | None,
+    trace: str | None = None,
 ) -> Query:
     """Rows: ord, id, outcome, stored input of a conflict."""
     declared: tuple[Any, ...] = (None,) * 7
@@ -133,7 +143,9 @@ def enqueue_many(
         )
         priority = policy.priority if priority is None else priority
     keys_ = msgspec.json.encode(keys).decode()
-    return Query(_ENQUEUE_MANY, (kind, _json_array(inputs), keys_, at, delay, priority, *declared))
+    return Query(
+        _ENQUEUE_MANY, (kind, _json_array(inputs), keys_, at, delay, priority, *declared, trace)
+    )
 
 
 _ENQUEUE_ANYWHERE: LiteralString = """
@@ -270,6 +282,34 @@ def unfinished_histories(statuses: Sequence[str], after: str | None, n: int) -> 
     )
 
 
+def steps(task_id: str) -> Query:
+    """Rows: one, of records by name, open steps, since when and until when it waits, and now."""
+    return Query(
+        "select leasetask.recorded_steps(t.id), t.open_steps, t.waiting_since, t.wait_until, "
+        "leasetask.clock() from leasetask.task t where t.id = %s::uuid",
+        (task_id,),
+    )
+
+
+class ConsumedSignal(NamedTuple):
+    """A row of `signals`."""
+
+    id: int
+    topic: str
+    payload: Any
+    sent_at: datetime
+    consumed_at: datetime | None
+
+
+def signals(ids: Sequence[int]) -> Query:
+    """Rows: `ConsumedSignal`, of those that have not been pruned."""
+    return Query(
+        "select id, topic, payload, created_at, consumed_at from leasetask.task_signal "
+        "where id = any (%s::bigint[]) order by id",
+        (list(ids),),
+    )
+
+
 def task_view(row: Sequence[Any]) -> TaskView:
     """Read a row of `get`."""
     return TaskView(*row)
@@ -291,7 +331,7 @@ def declare_kinds(policies: Sequence[KindPolicy]) -> Query:
 _CLAIM: LiteralString = """
 select id::text, kind, handler_version, idempotency_key, input, state, open_steps, stored_steps,
   attempts, max_attempts, runs, lease_token::text, priority, next_run_at, created_at, deadline,
-  claimed_at, cancel_requested, compensating, last_error
+  claimed_at, cancel_requested, compensating, last_error, trace
 from leasetask.claim(%s, %s::text[], %s::int[], %s, make_interval(secs => %s), %s"""
 _CLAIM_HEADS: LiteralString = _CLAIM + ")"
 _CLAIM_LANES: LiteralString = _CLAIM + ", %s::smallint[], %s::timestamptz[])"
@@ -677,6 +717,8 @@ EXPECTED_INDEXES = frozenset(
         "task_undelivered",
         "task_finished",
         "task_dead_letter",
+        "signal_by_age",
+        "signal_consumed",
         "signal_unconsumed",
         "signal_sticky",
         "signal_undelivered",

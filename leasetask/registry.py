@@ -9,7 +9,7 @@ from typing import Any
 
 from leasetask.errors import ConfigurationError, UnknownKind
 from leasetask.model import LONGEST, Retry
-from leasetask.payload import annotation_of
+from leasetask.payload import annotation_of, name_in_a_line
 from leasetask.protocol import KindPolicy
 
 
@@ -125,7 +125,7 @@ class Registry:
         else:
             versions = [k for (name, _), k in self._by_pair.items() if name == target]
             kind = max(versions, key=lambda k: k.version, default=None)
-            title = target
+            title = name_in_a_line(target)
         if kind is None:
             known = ", ".join(sorted({name for name, _ in self._by_pair})) or "none"
             raise UnknownKind(f"{title} is not a task of this App; declared are: {known}")

@@ -248,10 +248,16 @@ class Run:
 
 def logger_for(run: Run) -> logging.LoggerAdapter[logging.Logger]:
     """Return a logger whose lines carry the task's id, kind and attempt."""
-    extra = {
+    logger = logging.getLogger(f"leasetask.task.{run.claimed.kind}")
+    return logging.LoggerAdapter(logger, log_fields(run))
+
+
+def log_fields(run: Run) -> dict[str, Any]:
+    """Return what a log record of a run carries beside its message."""
+    return {
         "task_id": run.claimed.id,
         "kind": run.claimed.kind,
+        "version": run.claimed.version,
         "attempt": run.attempt,
         "run": run.claimed.runs,
     }
-    return logging.LoggerAdapter(logging.getLogger(f"leasetask.task.{run.claimed.kind}"), extra)

@@ -18,10 +18,18 @@ def sql() -> str:
     return resources.files("leasetask").joinpath("schema.sql").read_text(encoding="utf-8")
 
 
-def migrate(dsn: str) -> tuple[int | None, int]:
+def roles_sql() -> str:
+    """Return the text of roles.sql."""
+    return resources.files("leasetask").joinpath("roles.sql").read_text(encoding="utf-8")
+
+
+def migrate(dsn: str, *, roles: bool = False) -> tuple[int | None, int]:
     """Bring a database's schema to this library's version.
 
     Idempotent, and safe from many processes at once: one transaction under one lock.
+
+    Args:
+        roles: create the roles of roles.sql too, and grant them what their parts need.
 
     Returns:
         The version found (None if there was none) and the version now.
@@ -33,7 +41,7 @@ def migrate(dsn: str) -> tuple[int | None, int]:
     with connect(dsn, name="leasetask migrate") as conn:
         for delay in backoff_delays():
             try:
-                return _migrate_once(conn), SCHEMA_VERSION
+                return _migrate_once(conn, roles), SCHEMA_VERSION
             except psycopg.errors.LockNotAvailable:
                 time.sleep(delay)
             except psycopg.errors.InsufficientPrivilege as error:
@@ -42,7 +50,7 @@ def migrate(dsn: str) -> tuple[int | None, int]:
     raise AssertionError("backoff never ends")
 
 
-def _migrate_once(conn: psycopg.Connection) -> int | None:
+def _migrate_once(conn: psycopg.Connection, roles: bool) -> int | None:
     with conn.transaction():
         fetch(conn, protocol.TAKE_MIGRATION_LOCK)
         before = installed_version(conn)
@@ -50,6 +58,8 @@ def _migrate_once(conn: psycopg.Connection) -> int | None:
             raise _too_new(before)
         if before != SCHEMA_VERSION:
             conn.execute(_without_transaction(sql()).encode())
+        if roles:
+            conn.execute(roles_sql().encode())
         return before
 
 

@@ -137,6 +137,8 @@ def perform(
     milliseconds = round((time.monotonic() - began) * 1000)
     if milliseconds:
         extra = {**extra, "ms": milliseconds}
+    if tries := run.journal.open_step(name).get("tries"):
+        extra = {**extra, "tries": int(tries) + 1}
     if options.compensate is not None:
         extra = {**extra, "compensate": True}
     return (yield from write_record(run, name, encoded, type_, extra))

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -25,7 +23,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from leasetask import hosts, protocol
-from leasetask.connection import is_disconnect, is_transient, sqlstate
+from leasetask.connection import is_disconnect, is_transient, shut, sqlstate
 from leasetask.errors import LeaseLost
 from leasetask.model import Ack
 from leasetask.operations import tell, tell_async
@@ -205,7 +203,7 @@ class Keeper(threading.Thread):
         if connection is None or connection.closed:
             return
         if opened.run.lost is not None:
-            _cut(connection)
+            shut(connection)
         elif opened.run.lease_ends > opened.lease_seen or opened.run.holds_row:
             opened.lease_seen = opened.run.lease_ends
             if isinstance(connection, psycopg.Connection):
@@ -232,9 +230,3 @@ async def _ping_async(connection: psycopg.AsyncConnection[Any]) -> None:
     if connection.pgconn.transaction_status == TransactionStatus.INTRANS:
         with suppress(psycopg.Error):
             await connection.execute(*protocol.PING)
-
-
-def _cut(connection: Any) -> None:
-    """End the transaction from another thread: libpq must not be touched, its socket may be."""
-    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as raw:
-        raw.shutdown(socket.SHUT_RDWR)

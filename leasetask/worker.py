@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from leasetask import outbox, protocol
+from leasetask import outbox, protocol, telemetry
 from leasetask.branches import task_factory
 from leasetask.claimer import Claimer
 from leasetask.committer import Committer
@@ -35,9 +35,10 @@ from leasetask.model import LONGEST, Ack, Claimed, Completed, Fail, Lost, Outcom
 from leasetask.payload import DEFAULT_LIMIT, readable
 from leasetask.protocol import Item
 from leasetask.registry import Registry
-from leasetask.run import Run
+from leasetask.run import Run, log_fields
 from leasetask.sources import Transactions
 from leasetask.steps import describe
+from leasetask.telemetry import Ended
 from leasetask.threads import Threads
 from leasetask.transactions import Keeper
 
@@ -45,6 +46,8 @@ logger = logging.getLogger("leasetask")
 
 ROLES = ("worker", "sweep", "outbox")
 DEFAULT_ROLES = ("worker", "sweep")
+DEFAULT_RETENTION = 30 * 86400.0
+"""Seconds that finished tasks are kept whole."""
 
 ALONE = "LEASETASK_ALONE"
 """In the environment of a child that imports the App to run suspects alone."""
@@ -65,6 +68,12 @@ _STALE = 0.25
 _NOT_READ = Journal({}, {})
 """Until what a task has recorded is read."""
 
+_SHORTEST_LIMIT = 5.0
+"""Seconds that a statement of ours may take; a lease, if that is longer."""
+
+_SILENT = 10.0
+"""Seconds without an answered claim after which a worker is not healthy; or three polls."""
+
 _CLAIM_ENDS = 5.0
 """Seconds that a claim on its way is waited for when the worker stops."""
 
@@ -80,9 +89,12 @@ class WorkerOptions:
         concurrency: tasks at the same time.
         lease: seconds that a claim lasts without a heartbeat; a crash is noticed after it.
         poll_interval: seconds between looks when nothing notifies.
+        retention: seconds after which finished tasks are pruned; None: never. Goes with the role
+            `sweep`.
         grace: seconds that handlers may still run after a stop was asked for.
         roles: `worker` runs tasks, `sweep` recovers expired leases, `outbox` dispatches events.
         outbox: the DSN of the database with `outbox_event`, for that role.
+        listen_dsn: a direct DSN to hear notifications on, where `dsn` goes through a pooler.
         revive: starts an embedded server again that has died.
         spec: how a child process imports the App (`module:app`), to run suspects alone.
         alone: run suspects only, one at a time, and end when there is none.
@@ -93,12 +105,14 @@ class WorkerOptions:
     lease: float = 30.0
     poll_interval: float = 1.0
     grace: float = 30.0
+    retention: float | None = DEFAULT_RETENTION
     roles: tuple[str, ...] = DEFAULT_ROLES
     payload_limit: int = DEFAULT_LIMIT
     spec: str | None = None
     alone: bool = False
     transactions: Callable[[], Any] | None = None
     outbox: str | None = None
+    listen_dsn: str | None = None
     revive: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +126,10 @@ class WorkerOptions:
             )
         if ("outbox" in self.roles) != (self.outbox is not None):
             raise ConfigurationError("the role outbox goes with the DSN of the outbox's database")
+        if self.retention is not None and not 0 < self.retention <= LONGEST:
+            raise ConfigurationError(
+                f"retention is more than 0 and at most {LONGEST:.0f} seconds, or None to keep all"
+            )
         unknown = set(self.roles) - set(ROLES)
         if unknown or not self.roles:
             raise ConfigurationError(f"roles are {ROLES}, not {tuple(self.roles)}")
@@ -135,8 +153,11 @@ class Worker:
         self._hurry = False
         self._fatal: BaseException | None = None
         self._suspects_wait = False
+        self._deaf = False
         self._child_is_of_use = True
         self._child: subprocess.Popen[bytes] | None = None
+        self._claimer: Claimer | None = None
+        self.on_end: list[Callable[[Ended], None]] = [telemetry.count_end]
         self.started = False
 
     # --- from outside ------------------------------------------------------------------------
@@ -152,6 +173,31 @@ class Worker:
             with suppress(RuntimeError):  # the loop has closed: it ended by itself meanwhile
                 self._loop.call_soon_threadsafe(self._notice_stop)
 
+    @property
+    def running(self) -> int:
+        """How many tasks it has in its hands."""
+        return len(self._runs)
+
+    @property
+    def slots(self) -> int:
+        """How many tasks it may run at a time."""
+        return self._options.concurrency
+
+    def troubles(self) -> list[str]:
+        """Say why it cannot do its work now, a line for each reason; none if all is well."""
+        if not self.started:
+            return ["it has not started, or has stopped"]
+        found = []
+        if self._stop_requested:
+            found.append("it drains: it was told to stop")
+        if not self._heartbeat.healthy:
+            found.append("its heartbeats do not get through: it cannot keep leases")
+        if self._claimer is not None and self._has_slot:
+            silent = time.monotonic() - self._claimer.answered_at
+            if silent > max(_SILENT, 3 * self._options.poll_interval):
+                found.append(f"no claim has been answered for {silent:.0f} s")
+        return found
+
     def _notice_stop(self) -> None:
         self._changed.set()
         self._wake.set()
@@ -166,18 +212,21 @@ class Worker:
         self._loop.set_task_factory(task_factory)
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
-        self._claims = Link(self._dsn, "leasetask claim", revive=self._options.revive)
-        self._commits = Link(self._dsn, "leasetask commit")
-        chores, ears = Link(self._dsn, "leasetask chores"), Link(self._dsn, "leasetask listen")
+        limit = max(_SHORTEST_LIMIT, self._options.lease)
+        self._claims = Link(self._dsn, "leasetask claim", limit=limit, revive=self._options.revive)
+        self._commits = Link(self._dsn, "leasetask commit", limit=limit)
+        chores = Link(self._dsn, "leasetask chores", limit=limit)
+        ears = Link(self._options.listen_dsn or self._dsn, "leasetask listen", limit=limit)
         self._committer = Committer(self._commits)
         leases = [kind.lease for kind in self._registry.kinds() if kind.lease is not None]
         shortest = min([self._options.lease, *leases])
         self._heartbeat = Heartbeat(self._dsn, shortest, self._held, self._die)
-        watchdog = Watchdog(shortest, self._held)
+        watchdog = Watchdog(shortest, self._held, self._heartbeat)
         self._maintenance = Maintenance(
             chores,
             self._options.lease,
             self._registry.policies() if "worker" in self._options.roles else (),
+            retention=self._options.retention,
             sweeps="sweep" in self._options.roles and not self._options.alone,
             on_suspects=None if self._options.alone else self._run_suspects,
         )
@@ -192,7 +241,7 @@ class Worker:
         services = [
             self._service(self._committer.serve()),
             self._service(self._maintenance.serve()),
-            self._service(listen(ears, self._hear)),
+            self._service(self._listen(ears)),
         ]
         if self._options.outbox is not None:
             services.append(self._service(self._dispatch_outbox(self._options.outbox)))
@@ -223,6 +272,10 @@ class Worker:
         _, left = await asyncio.wait(services, timeout=_CLAIM_ENDS)
         for service in left:
             logger.error("stopping: %s does not end", service.get_coro())
+
+    async def _listen(self, ears: Link) -> None:
+        await listen(ears, self._hear)
+        self._deaf = True
 
     def _service(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine)
@@ -255,13 +308,14 @@ class Worker:
     # --- claiming ----------------------------------------------------------------------------
 
     async def _claim_for_ever(self) -> None:
-        claimer = Claimer(
+        self._claimer = claimer = Claimer(
             self._claims,
             self.owner,
             self._registry.pairs(),
             lease=self._options.lease,
             interval=self._options.poll_interval,
             suspects=self._options.alone,
+            hears=lambda: not self._deaf,
         )
         while not self._stop_requested:
             if self._suspects_wait:
@@ -415,17 +469,20 @@ class Worker:
 
     def _log(self, run: Run, outcome: Outcome, ack: Ack) -> None:
         took = time.monotonic() - run.started
+        claimed = run.claimed
+        waited = (claimed.claimed_at - claimed.due_at).total_seconds()
+        for tell in self.on_end:
+            tell(Ended(claimed.kind, claimed.version, ack.status or "lost", took, waited))
+        level = logging.WARNING if isinstance(outcome, Fail) else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        extra = {**log_fields(run), "status": ack.status, "duration": round(took, 6)}
+        line = "%s: %s after %.3f s"
+        told: list[Any] = [run.label, ack.status, took]
         if isinstance(outcome, Fail):
-            logger.warning(
-                "%s: %s after %.3f s: %s: %s",
-                run.label,
-                ack.status,
-                took,
-                outcome.error["type"],
-                outcome.error["message"],
-            )
-        elif logger.isEnabledFor(logging.INFO):
-            logger.info("%s: %s after %.3f s", run.label, ack.status, took)
+            line += ": %s: %s"
+            told += [outcome.error["type"], outcome.error["message"]]
+        logger.log(level, line, *told, extra=extra)
 
     def _count_lost_thread(self, run: Run) -> None:
         if run.kind.is_async:

@@ -1,4 +1,4 @@
-"""Every test runs on a real PostgreSQL; `make soak` sets LEASETASK_SOAK for the full numbers."""
+"""Every test runs on a real PostgreSQL; `make long` sets LEASETASK_SOAK for the full numbers."""
 
 from __future__ import annotations
 

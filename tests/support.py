@@ -183,13 +183,13 @@ class WorkerProcess:
 
 
 class Nursery:
-    """Forks workers of `apps/business.py`, which die when they are told to; see apps/nursery.py."""
+    """Forks workers of an app, which may die when they are told to; see apps/nursery.py."""
 
-    def __init__(self, dsn: str, ledger: Path, torrents: str) -> None:
+    def __init__(self, dsn: str, ledger: Path, torrents: str, app: str = "business") -> None:
         environment = {"LEASETASK_DSN": dsn, "LEDGER": str(ledger), "TORRENTS": torrents}
         self._log = ledger.with_suffix(".log").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, str(APPS / "nursery.py")],
+            [sys.executable, str(APPS / "nursery.py"), app],
             env={**os.environ, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -232,19 +232,20 @@ class Fleet:
         self._env = {**os.environ, "LEASETASK_DSN": dsn, "LEDGER": str(self.ledger.path)}
         self._workers: list[WorkerProcess] = []
 
-    def start(self, app: str, *options: str, lease: float = 1.0) -> WorkerProcess:
+    def start(
+        self, app: str, *options: str, lease: float = 1.0, **environment: str
+    ) -> WorkerProcess:
         """Start a worker for the App in `apps/<app>.py`."""
-        return self._run(
-            [COMMAND, "worker", f"{APPS / app}.py:app", "--lease", str(lease), *options]
-        )
+        command = [COMMAND, "worker", f"{APPS / app}.py:app", "--lease", str(lease), *options]
+        return self._run(command, **environment)
 
     def run(self, program: str) -> WorkerProcess:
         """Run `apps/<program>.py`, which starts its worker itself."""
         return self._run([sys.executable, APPS / f"{program}.py"])
 
-    def _run(self, command: Sequence[str | Path]) -> WorkerProcess:
+    def _run(self, command: Sequence[str | Path], **environment: str) -> WorkerProcess:
         log = self.folder / f"worker-{len(self._workers)}.log"
-        worker = WorkerProcess(command, self._env, log)
+        worker = WorkerProcess(command, {**self._env, **environment}, log)
         self._workers.append(worker)
         return worker
 

@@ -160,3 +160,57 @@ def test_h43_a_user_waits_for_no_batch(app: App, dsn: str, db: Db) -> None:
             app.cancel(task)
             assert time.monotonic() - began < 1
         assert set(wait_for_end(db)) <= {"succeeded", "canceled"}
+
+
+def test_h34_prunes_sweeps_and_cancels_beside_busy_workers(app: App, dsn: str, db: Db) -> None:
+    """H34: five prunes, two sweeps and cancels on the rows that two workers claim, renew and end.
+
+    No deadlock reaches anyone, nobody is refused anything, and every task ends.
+    """
+    seconds = 120.0 if SOAK else 3.0
+
+    @app.task
+    async def brief(ctx: AsyncContext, number: int) -> int:
+        await ctx.step("one", asyncio.sleep, 0.001)
+        await ctx.step("two", asyncio.sleep, 0.001)
+        return number
+
+    errors: list[BaseException] = []
+    until = time.monotonic() + seconds
+
+    def again_and_again(call: str, pause: float) -> None:
+        try:
+            with psycopg.connect(dsn, autocommit=True) as conn:
+                while time.monotonic() < until:
+                    conn.execute(call.encode())
+                    pass_time(pause)
+        except BaseException as error:
+            errors.append(error)
+
+    def cancel() -> None:
+        rng = random.Random(34)
+        try:
+            while time.monotonic() < until:
+                made = app.enqueue_many(brief, list(range(50)))
+                for task in rng.sample(made, 10):
+                    app.cancel(task.id)
+        except BaseException as error:
+            errors.append(error)
+
+    prune = "select leasetask.prune('0 s', n => 50)"
+    threads = [threading.Thread(target=again_and_again, args=(prune, 0.01)) for _ in range(5)]
+    sweep = "select leasetask.sweep()"
+    threads += [threading.Thread(target=again_and_again, args=(sweep, 0.01)) for _ in range(2)]
+    threads.append(threading.Thread(target=cancel))
+    with app.start(concurrency=30, lease=LEASE), app.start(concurrency=30, lease=LEASE):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        ended = wait_for_end(db, 60)
+    assert set(ended) <= {"succeeded", "canceled"}
+    assert ended["succeeded"] > 100
+    db.execute("select pg_stat_clear_snapshot()")
+    deadlocks = "select deadlocks from pg_stat_database where datname = current_database()"
+    assert db.execute(deadlocks).fetchone() == (0,)

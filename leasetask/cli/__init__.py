@@ -9,7 +9,7 @@ from typing import NoReturn
 import click
 import psycopg
 
-from leasetask.cli import history, look, outbox, tasks, upkeep, work
+from leasetask.cli import history, look, outbox, show, tasks, upkeep, work
 from leasetask.cli.common import NO_SERVER, REFUSED, USAGE, cli, leave
 from leasetask.connection import is_disconnect, translated
 from leasetask.errors import (
@@ -20,7 +20,7 @@ from leasetask.errors import (
     PayloadError,
 )
 
-__all__ = ["cli", "history", "look", "main", "outbox", "tasks", "upkeep", "work"]
+__all__ = ["cli", "history", "look", "main", "outbox", "show", "tasks", "upkeep", "work"]
 
 
 def main() -> NoReturn:

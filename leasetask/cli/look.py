@@ -1,49 +1,22 @@
-"""`show`, `list`, `dead-letter`, `stats`, `top`, `doctor`: for whoever asks what goes on."""
+"""`list`, `dead-letter`, `stats`, `top`, `doctor`: for whoever asks what goes on."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict
-from datetime import datetime
 from typing import Any
 
 import click
 
 from leasetask import client, doctor, protocol, schema
-from leasetask.cli.common import REFUSED, ask, cli, dsn_option, emit, json_option, server_of
+from leasetask.cli.common import REFUSED, cli, dsn_option, emit, json_option, server_of
 from leasetask.cli.render import count, due, duration, show_table
-from leasetask.connection import connect, fetch
+from leasetask.connection import connect, fetch, is_pooled
 from leasetask.protocol import Filters, KindStats, Listed, Query, Running
 
 _COUNTED = 100_000
 """Where counting stops."""
-
-
-@cli.command()
-@click.argument("task_id", metavar="ID")
-@dsn_option
-@json_option
-def show(task_id: str, dsn: str | None, as_json: bool) -> None:
-    """Show one task.
-
-    Example: leasetask show 0190…
-    """
-    view = asdict(ask(server_of(dsn), client.get(client.task_id(task_id))))
-    width = max(map(len, view))
-    lines = [
-        f"{name:<{width}}  {value if isinstance(value, str) else _readable(value)}"
-        for name, value in view.items()
-        if value not in (None, [])
-    ]
-    emit(view, as_json, "\n".join(lines))
-
-
-def _readable(value: Any) -> str:
-    if isinstance(value, datetime):
-        return value.isoformat(sep=" ", timespec="milliseconds")
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _rows(dsn: str | None, *queries: Query) -> list[list[tuple[Any, ...]]]:
@@ -256,7 +229,7 @@ def doctor_command(dsn: str | None, as_json: bool) -> None:
     server = server_of(dsn)
     schema.check(server)
     with connect(server) as conn:
-        pooled = conn.prepare_threshold is None
+        pooled = is_pooled(conn)
         findings = doctor.examine(lambda query: fetch(conn, query), pooled=pooled)
     lines = [f"{f.level}: {f.what}\n  mend: {f.mend}" for f in findings]
     emit([asdict(f) for f in findings], as_json, "\n".join(lines) or "all is well")

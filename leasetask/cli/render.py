@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -37,6 +38,22 @@ def show_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
             Console().print(drawn)
             return
     click.echo(table(headers, rows))
+
+
+@contextmanager
+def progress(label: str, length: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Give a function that is told of each piece of work done; a bar on a terminal, else nothing."""
+    hidden = not sys.stderr.isatty()
+    with click.progressbar(
+        length=length or 0, label=label, file=sys.stderr, hidden=hidden, show_pos=True
+    ) as bar:
+
+        def advance(steps: int) -> None:
+            if length is None:
+                bar.length = bar.pos + steps
+            bar.update(steps)
+
+        yield advance
 
 
 def duration(seconds: float | None) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import asdict
 from datetime import datetime
+from typing import Any, TextIO
 
 import click
+import psycopg
 
 from leasetask import client, protocol
 from leasetask.cli.common import (
@@ -19,14 +22,23 @@ from leasetask.cli.common import (
     parse_json,
     server_of,
 )
+from leasetask.cli.render import progress
 from leasetask.connection import connect, fetch, first
 from leasetask.errors import PayloadError
+from leasetask.model import Enqueued
+from leasetask.payload import name_in_a_line
 
 
 @cli.command()
 @click.argument("kind")
-@click.argument("input", metavar="JSON")
+@click.argument("input", metavar="[JSON]", required=False)
 @click.option("--key", help="Names the task within its kind; a fresh one by default.")
+@click.option(
+    "--from-file",
+    type=click.File(encoding="utf-8"),
+    help="Or many: a file with one JSON input a line; - for standard input.",
+)
+@click.option("--key-field", help="With --from-file: the field of each input that is its key.")
 @click.option("--at", help="When it is due: ISO 8601 with a zone, 2030-01-31T08:00:00+01:00.")
 @click.option("--delay", type=float, help="Or in how many seconds.")
 @click.option("--priority", type=click.IntRange(-32768, 32767), help="Lower runs sooner.")
@@ -34,30 +46,96 @@ from leasetask.errors import PayloadError
 @json_option
 def enqueue(
     kind: str,
-    input: str,
+    input: str | None,
     key: str | None,
+    from_file: TextIO | None,
+    key_field: str | None,
     at: str | None,
     delay: float | None,
     priority: int | None,
     dsn: str | None,
     as_json: bool,
 ) -> None:
-    """Enqueue a task of KIND with a JSON input.
+    """Enqueue a task of KIND with a JSON input, or one for each line of a file.
 
+    A file is read and checked whole before anything is sent.
     Example: leasetask enqueue publish '{"id": 1}' --key order-1
     """
     client.check_name("kind", kind)
+    if from_file is not None:
+        if input is not None or key is not None:
+            raise click.UsageError("--from-file goes without JSON and --key; use --key-field")
+        inputs, keys = _read_inputs(from_file, kind, key_field)
+        _enqueue_file(kind, inputs, keys, (_moment(at), delay, priority), dsn, as_json)
+        return
+    if input is None or key_field is not None:
+        raise click.UsageError("give JSON, or --from-file")
     if key is not None:
         client.check_name("key", key)
-    encoded = client.encode(parse_json(input, "the input"), what=f"input of {kind}")
+    encoded = client.encode(parse_json(input, "the input"), what=f"input of {name_in_a_line(kind)}")
     with connect(server_of(dsn)) as conn:
         made = client.run(
             client.enqueue(kind, None, encoded, key, _moment(at), delay, priority),
             lambda query: fetch(conn, query),
         )
         if not first(fetch(conn, protocol.kind_is_declared(kind))):
-            click.echo(f"leasetask: warning: no worker has declared kind {kind} yet", err=True)
+            click.echo(
+                f"leasetask: warning: no worker has declared kind {name_in_a_line(kind)} yet",
+                err=True,
+            )
     emit(asdict(made), as_json, f"{made.id}  {made.outcome}")
+
+
+def _read_inputs(
+    file: TextIO, kind: str, key_field: str | None
+) -> tuple[list[str], list[str | None]]:
+    """Return the encoded inputs of a file and their keys; raises PayloadError with the line."""
+    inputs: list[str] = []
+    keys: list[str | None] = []
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        value = parse_json(line, f"line {number}")
+        key = None
+        if key_field is not None:
+            key = value.get(key_field) if isinstance(value, dict) else None
+            if not isinstance(key, str | int):
+                raise PayloadError(f"line {number} has no key in its field {key_field!r}")
+            key = client.check_name("key", str(key))
+        inputs.append(client.encode(value, what=f"line {number}"))
+        keys.append(key)
+    return inputs, keys
+
+
+_CHUNK = 5000
+"""Tasks in one statement."""
+
+
+def _enqueue_file(
+    kind: str,
+    inputs: list[str],
+    keys: list[str | None],
+    when: tuple[datetime | None, float | None, int | None],
+    dsn: str | None,
+    as_json: bool,
+) -> None:
+    made: list[Enqueued] = []
+    with connect(server_of(dsn)) as conn, progress("enqueued", len(inputs)) as advance:
+        for start in range(0, len(inputs), _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            call = client.enqueue_many(kind, None, inputs[chunk], keys[chunk], *when)
+            made += client.run(call, lambda query: fetch(conn, query))
+            advance(len(inputs[chunk]))
+    counts = Counter(task.outcome for task in made)
+    lines = [
+        f"conflict: key {key} names task {task.id}, which has another input"
+        for task, key in zip(made, keys, strict=True)
+        if task.outcome == "conflict"
+    ]
+    lines.append(", ".join(f"{counts[word]} {word}" for word in ("new", "existing", "conflict")))
+    emit({"counts": counts, "tasks": [asdict(task) for task in made]}, as_json, "\n".join(lines))
+    if counts["conflict"]:
+        sys.exit(REFUSED)
 
 
 def _moment(text: str | None) -> datetime | None:
@@ -152,13 +230,20 @@ def retry(
         return
     with connect(server_of(dsn)) as conn:
         ids = [row[0] for row in fetch(conn, protocol.dead_letter_ids(kind, version, _RETRY_MOST))]
-        for id_ in () if dry_run else ids:
-            client.run(client.retry(id_), lambda query: fetch(conn, query), id_)
+        if not dry_run:
+            _retry_all(conn, ids)
     text = f"{len(ids)} would be retried" if dry_run else f"{len(ids)} due again"
     emit({"tasks": ids, "dry_run": dry_run}, as_json, text)
 
 
 _RETRY_MOST = 100_000
+
+
+def _retry_all(conn: psycopg.Connection[Any], ids: list[str]) -> None:
+    with progress("retried", len(ids)) as advance:
+        for id_ in ids:
+            client.run(client.retry(id_), lambda query: fetch(conn, query), id_)
+            advance(1)
 
 
 @cli.command()

@@ -16,6 +16,7 @@ from leasetask.cli.common import (
     json_option,
     server_of,
 )
+from leasetask.cli.render import progress
 from leasetask.connection import connect, fetch, first
 
 _DAY = 86400.0
@@ -49,9 +50,10 @@ def prune(
     schema.check(server)
     query = protocol.prune(older_than * _DAY, signals_older_than * _DAY, forget_keys, batch)
     total = 0
-    with connect(server, name="leasetask prune") as conn:
+    with connect(server, name="leasetask prune") as conn, progress("pruned") as advance:
         while touched := first(fetch(conn, query)):
             total += touched
+            advance(touched)
     emit({"rows": total}, as_json, f"{total} rows pruned")
 
 

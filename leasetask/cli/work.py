@@ -15,6 +15,7 @@ from typing import NoReturn
 import click
 
 from leasetask import protocol, schema
+from leasetask.cli import logs
 from leasetask.cli.common import (
     REFUSED,
     cli,
@@ -31,24 +32,33 @@ from leasetask.maintenance import SWEEP_BATCH
 from leasetask.model import Swept
 from leasetask.worker import DEFAULT_ROLES, ROLES, Worker, WorkerOptions
 
+logger = logging.getLogger("leasetask")
+
 
 @cli.command()
 @dsn_option
 @embedded_option
+@click.option(
+    "--roles", is_flag=True, help="Create roles for producer, worker, operator, observer."
+)
 @json_option
-def migrate(dsn: str | None, embedded: bool, as_json: bool) -> None:
+def migrate(dsn: str | None, embedded: bool, roles: bool, as_json: bool) -> None:
     """Create the schema, or bring it to this version.
 
     Safe to repeat, and from many processes at once.
     Example: leasetask migrate --dsn postgresql://localhost/shop
     """
-    before, now = schema.migrate(server_of(dsn, embedded=embedded))
+    before, now = schema.migrate(server_of(dsn, embedded=embedded), roles=roles)
     text = "schema leasetask is at version " + str(now)
     if before is None:
         text += " (created)"
     elif before < now:
         text += f" (was {before})"
-    emit({"before": before, "version": now}, as_json, text)
+    if roles:
+        text += (
+            "; roles leasetask_producer, _worker, _operator and _observer are there to be granted"
+        )
+    emit({"before": before, "version": now, "roles": roles}, as_json, text)
 
 
 @cli.command()
@@ -65,6 +75,13 @@ def migrate(dsn: str | None, embedded: bool, as_json: bool) -> None:
     "--grace", default=30.0, show_default=True, help="Seconds handlers may run after SIGTERM."
 )
 @click.option(
+    "--retention",
+    default=30.0,
+    show_default=True,
+    metavar="DAYS",
+    help="Finished tasks older than this are pruned; 0 keeps all.",
+)
+@click.option(
     "--role",
     "roles",
     multiple=True,
@@ -73,8 +90,20 @@ def migrate(dsn: str | None, embedded: bool, as_json: bool) -> None:
     show_default=True,
     help="What it does; give it once for each.",
 )
+@click.option(
+    "--listen-dsn",
+    metavar="DSN",
+    envvar="LEASETASK_LISTEN_DSN",
+    help="A direct way to the server, to hear notifications where --dsn is a pooler.",
+)
 @click.option("--outbox", metavar="DSN", help="Database with outbox_event, for --role outbox.")
 @click.option("--log-level", default="info", show_default=True, help="debug, info or warning.")
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+@click.option(
+    "--metrics", metavar="HOST:PORT", help="Serve /metrics and /healthz, as on 127.0.0.1:9100."
+)
 @click.option("--alone", is_flag=True, hidden=True)
 def worker(
     spec: str,
@@ -83,9 +112,13 @@ def worker(
     lease: float,
     poll: float,
     grace: float,
+    retention: float,
     roles: tuple[str, ...],
+    listen_dsn: str | None,
     outbox: str | None,
     log_level: str,
+    log_format: str,
+    metrics: str | None,
     alone: bool,
 ) -> None:
     """Run the tasks that MODULE:APP declares.
@@ -94,17 +127,17 @@ def worker(
     SIGTERM, or SIGINT, hurries it.
     Example: leasetask worker shop.tasks:app --concurrency 50
     """
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.configure(log_level, log_format)
     app = load_app(spec)
     options = WorkerOptions(
         concurrency=1 if alone else concurrency,
         lease=lease,
         poll_interval=poll,
         grace=grace,
+        retention=retention * 86400 if retention else None,
         roles=roles,
         outbox=outbox,
+        listen_dsn=listen_dsn,
         payload_limit=app.payload_limit,
         spec=spec,
         alone=alone,
@@ -113,7 +146,12 @@ def worker(
     )
     server = dsn_or_environment(dsn) or app.dsn
     schema.check(server)
-    serve(Worker(app.registry, server, options))
+    running = Worker(app.registry, server, options)
+    if metrics is not None:
+        from leasetask.monitor import Monitor  # noqa: PLC0415  # an extra
+
+        logger.info("http://%s/metrics and /healthz", Monitor(running, metrics).address)
+    serve(running)
 
 
 def serve(running: Worker) -> None:

@@ -1,6 +1,7 @@
 """A small torrent client, run as a process of its own: it takes what it is given, every time.
 
-POST /add?name=… appends to its list, without looking; GET /list tells what it has.
+POST /add?name=… appends to its list, without looking; GET /list tells what it has, GET /has?name=…
+whether something is there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlparse
 
 added: list[str] = []
+known: set[str] = set()
 lock = threading.Lock()
 
 
@@ -20,11 +22,16 @@ class Client(BaseHTTPRequestHandler):
         name = parse_qs(urlparse(self.path).query)["name"][0]
         with lock:
             added.append(name)
+            known.add(name)
         self._answer(name)
 
     def do_GET(self) -> None:
+        asked = urlparse(self.path)
         with lock:
-            self._answer(list(added))
+            if asked.path == "/has":
+                self._answer(parse_qs(asked.query)["name"][0] in known)
+            else:
+                self._answer(list(added))
 
     def _answer(self, value: object) -> None:
         body = json.dumps(value).encode()

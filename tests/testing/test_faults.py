@@ -66,7 +66,7 @@ def test_all_single_faults_of_six_steps_are_tried(scratch: str) -> None:
     }
 
 
-@pytest.mark.skipif(not SOAK, reason="make soak")
+@pytest.mark.skipif(not SOAK, reason="make long")
 def test_all_ordered_pairs_of_crashes_of_six_steps_are_tried(scratch: str) -> None:
     survived = crash_anywhere(
         six_steps.app,

@@ -1,0 +1,115 @@
+"""Traces and metrics through OpenTelemetry, for programs that have set it up (extra `otel`).
+
+Without it, or with its API alone, every function here does nothing. A task carries the trace context
+of its enqueue (W3C traceparent), so its runs, in whatever process, belong to the producer's trace.
+Names follow OpenTelemetry's semantic conventions for messaging, version 1.27.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+try:
+    from opentelemetry import metrics, trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    AVAILABLE = True
+except ImportError:
+    AVAILABLE = False
+
+
+class Ended(NamedTuple):
+    """How one run of a task ended.
+
+    Attributes:
+        status: the task's status afterwards.
+        ran: seconds from the claim to the end.
+        waited: seconds from when it was due to the claim.
+    """
+
+    kind: str
+    version: int
+    status: str
+    ran: float
+    waited: float
+
+
+def sending(kind: str) -> AbstractContextManager[str | None]:
+    """Trace an enqueue; gives the traceparent to store with the task, None without a trace."""
+    tracer = _tracer()
+    return nullcontext() if tracer is None else _sending(tracer, kind)
+
+
+def processing(
+    kind: str, task_id: str, traceparent: str | None, attributes: dict[str, Any]
+) -> AbstractContextManager[Any]:
+    """Trace a run of a task, as a child of its enqueue."""
+    tracer = _tracer()
+    if tracer is None:
+        return nullcontext()
+    carrier = {} if traceparent is None else {"traceparent": traceparent}
+    span: AbstractContextManager[Any] = tracer.start_as_current_span(
+        f"process {kind}",
+        context=TraceContextTextMapPropagator().extract(carrier),
+        kind=trace.SpanKind.CONSUMER,
+        attributes={**_messaging(kind, "process"), "messaging.message.id": task_id, **attributes},
+    )
+    return span
+
+
+def step(name: str) -> AbstractContextManager[Any]:
+    """Trace the body of a step."""
+    tracer = _tracer()
+    return nullcontext() if tracer is None else tracer.start_as_current_span(f"step {name}")
+
+
+def count_end(ended: Ended) -> None:
+    """Count the end of a run, and its times."""
+    if AVAILABLE:
+        attributes = {**_messaging(ended.kind, "process"), "leasetask.status": ended.status}
+        instruments = _instruments()
+        instruments["consumed"].add(1, attributes)
+        instruments["duration"].record(ended.ran, attributes)
+
+
+@contextmanager
+def _sending(tracer: Tracer, kind: str) -> Iterator[str | None]:
+    attributes = _messaging(kind, "create")
+    with tracer.start_as_current_span(
+        f"create {kind}", kind=trace.SpanKind.PRODUCER, attributes=attributes
+    ):
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier)
+        yield carrier.get("traceparent")
+    _instruments()["sent"].add(1, attributes)
+
+
+def _tracer() -> Tracer | None:
+    """Return a tracer if the program has set tracing up."""
+    if not AVAILABLE or isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return None
+    return trace.get_tracer("leasetask")
+
+
+@cache
+def _instruments() -> dict[str, Any]:
+    meter = metrics.get_meter("leasetask")
+    return {
+        "sent": meter.create_counter("messaging.client.sent.messages", "{message}"),
+        "consumed": meter.create_counter("messaging.client.consumed.messages", "{message}"),
+        "duration": meter.create_histogram("messaging.process.duration", "s"),
+    }
+
+
+def _messaging(kind: str, operation: str) -> dict[str, Any]:
+    return {
+        "messaging.system": "leasetask",
+        "messaging.destination.name": kind,
+        "messaging.operation.type": operation,
+    }
