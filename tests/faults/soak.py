@@ -55,6 +55,9 @@ PER_MINUTE = {
 NAMES = ("leasetask commit", "leasetask claim", "leasetask transaction", "leasetask heartbeat")
 """Connections whose answers are lost, or whose backends are killed."""
 
+SLEEPS = 4
+"""Every so-manyeth task of apps/soaked.py sleeps."""
+
 BUSINESS = "create table business (number int not null, what text not null)"
 
 
@@ -138,7 +141,7 @@ class Load:
 
 
 class Workers:
-    """Three workers, always."""
+    """Three workers, always, as a supervisor keeps them: one that finds no server ends at its start."""
 
     def __init__(self, nursery: Nursery) -> None:
         self._nursery = nursery
@@ -152,8 +155,15 @@ class Workers:
         options = ("-c", "8", "--lease", str(LEASE), "--poll", "0.2", "--grace", "5")
         self.alive.append(self._nursery.fork(0, *options))
 
+    def tend(self) -> None:
+        """Start others in the place of those that have ended by themselves."""
+        self.alive = [pid for pid in self.alive if is_alive(pid)]
+        while len(self.alive) < WORKERS:
+            self.start()
+
     def kill(self, rng: random.Random) -> None:
         """Kill one, and start another."""
+        self.tend()
         pid = self.alive.pop(rng.randrange(len(self.alive)))
         self.killed.append((time.monotonic(), pid))
         os.kill(pid, signal.SIGKILL)
@@ -161,6 +171,7 @@ class Workers:
 
     def freeze(self, rng: random.Random, hold: Callable[[float], None]) -> None:
         """Stop one past its lease, and let it go on."""
+        self.tend()
         pid = rng.choice(self.alive)
         began = time.monotonic()
         os.kill(pid, signal.SIGSTOP)
@@ -170,6 +181,7 @@ class Workers:
 
     def stop(self) -> None:
         """Let them drain."""
+        self.tend()
         for pid in self.alive:
             os.kill(pid, signal.SIGTERM)
         wait_until(lambda: not any(map(is_alive, self.alive)), 30, "for the workers to end")
@@ -199,12 +211,12 @@ class Soak:
         workers, load = Workers(self._nursery), Load(self._through)
         began = time.monotonic()
         try:
-            self._inject(workers, began + seconds, most)
-            self.report.seconds = time.monotonic() - began
-        finally:
-            load.stop()
-        try:
-            self._wait_for_the_end(load.acknowledged)
+            try:
+                self._inject(workers, began + seconds, most)
+                self.report.seconds = time.monotonic() - began
+            finally:
+                load.stop()
+            self._wait_for_the_end(load.acknowledged, workers)
             took = time.monotonic() - began
             workers.stop()
         finally:
@@ -218,7 +230,7 @@ class Soak:
 
     def _inject(self, workers: Workers, until: float, most: dict[str, float]) -> None:
         """Faults come one after another, each kind with its own rate."""
-        due = {kind: time.monotonic() + self._pause(rate) for kind, rate in most.items()}
+        due = {kind: time.monotonic() + self._pause(rate) / 3 for kind, rate in most.items()}
         actions: dict[str, Callable[[], None]] = {
             "kill -9": lambda: workers.kill(self._rng),
             "freeze": lambda: workers.freeze(self._rng, _hold),
@@ -268,8 +280,9 @@ class Soak:
         _hold(self._rng.uniform(0.2, 1.0))
         self._pair.rebuild()
 
-    def _wait_for_the_end(self, numbers: list[int]) -> None:
+    def _wait_for_the_end(self, numbers: list[int], workers: Workers) -> None:
         def ended() -> bool:
+            workers.tend()
             try:
                 with psycopg.connect(self._direct) as conn:
                     query = "select count(distinct number) from business where what = 'ended'"
@@ -342,14 +355,21 @@ def _stood(
 
 
 def _recoveries(entries: list[Entry], killed: list[tuple[float, int]]) -> Iterator[float]:
-    """Give, for each task that a killed worker had begun, the time until it went on elsewhere."""
+    """Give, for each task that a killed worker had begun, the time until it went on elsewhere.
+
+    Those that sleep are left out: they go on elsewhere by themselves.
+    """
     at = {pid: moment for moment, pid in killed}
     last: dict[str, Entry] = {}
     for entry in entries:
         word, _, number = entry.what.partition(" ")
         if word == "begin":
             before = last.get(number)
-            if before is not None and before.pid in at and entry.pid != before.pid:
+            if (
+                before is not None
+                and int(number) % SLEEPS
+                and entry.at > at.get(before.pid, entry.at)
+            ):
                 yield entry.at - at[before.pid]
             last[number] = entry
 
