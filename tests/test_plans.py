@@ -193,7 +193,16 @@ EXPECTED = {
     "look for topics": {"task_undelivered", "signal_undelivered"},
     "cancel": BY_ID,
     "sweep": {"task_running", "task_deadline"},
-    "prune": {"task_finished", "task_pkey", "task_step_pkey", "task_signal_pkey"},
+    "prune": {
+        "task_finished",
+        "task_pkey",
+        "task_step_pkey",
+        "task_signal_pkey",
+        "signal_consumed",
+        "signal_by_age",
+        "signal_sticky",
+        "signal_of_topic",
+    },
 }
 
 # Far below what lies in wait, and above the entries that earlier calls of the test leave dead.
