@@ -102,19 +102,23 @@ PING = Query("select 1")
 
 # --- producers ----------------------------------------------------------------------------
 
-_ENQUEUE_MANY: LiteralString = (
-    """
-select ord, id::text, outcome, stored_input::text from leasetask.enqueue_many(
-  %s, """
-    + _JSONB_ARRAY
-    + ", "
-    + _TEXT_ARRAY
-    + """, at => %s::timestamptz,
+_ENQUEUE: LiteralString = """at => %s::timestamptz,
   delay => make_interval(secs => %s::float8), priority => %s::smallint, version => %s::int,
   max_attempts => %s::int, backoff_initial => %s::real, backoff_factor => %s::real,
   backoff_max => %s::real, backoff_jitter => %s::real,
   deadline => %s::float8, trace => %s::text)
 order by ord"""
+_ENQUEUE_MANY: LiteralString = (
+    "select ord, id::text, outcome, stored_input::text from leasetask.enqueue_many(%s, "
+    + _JSONB_ARRAY
+    + ", "
+    + _TEXT_ARRAY
+    + ", "
+    + _ENQUEUE
+)
+_ENQUEUE_ONE: LiteralString = (
+    "select ord, id::text, outcome, stored_input::text from leasetask.enqueue_many(%s, "
+    "array[%s::text::jsonb], array[%s::text], " + _ENQUEUE
 )
 
 
@@ -142,10 +146,11 @@ def enqueue_many(
             policy.deadline,
         )
         priority = policy.priority if priority is None else priority
-    keys_ = msgspec.json.encode(keys).decode()
-    return Query(
-        _ENQUEUE_MANY, (kind, _json_array(inputs), keys_, at, delay, priority, *declared, trace)
-    )
+    when = (at, delay, priority, *declared, trace)
+    if len(inputs) == 1:
+        return Query(_ENQUEUE_ONE, (kind, inputs[0], keys[0], *when))
+    texts = msgspec.json.encode(keys).decode()
+    return Query(_ENQUEUE_MANY, (kind, _json_array(inputs), texts, *when))
 
 
 _ENQUEUE_ANYWHERE: LiteralString = """

@@ -50,7 +50,7 @@ DEFAULT_RETENTION = 30 * 86400.0
 """Seconds that finished tasks are kept whole."""
 
 ALONE = "LEASETASK_ALONE"
-"""In the environment of a child that imports the App to run suspects alone."""
+"""In the environment of a child that imports the App to run suspects alone: its parent's pid."""
 
 _UNWIND = 1.0
 """Seconds that handlers get to unwind once the grace is over."""
@@ -243,6 +243,8 @@ class Worker:
             self._service(self._maintenance.serve()),
             self._service(self._listen(ears)),
         ]
+        if self._options.alone:
+            services.append(self._service(self._leave_with_the_parent()))
         if self._options.outbox is not None:
             services.append(self._service(self._dispatch_outbox(self._options.outbox)))
         claiming: list[asyncio.Task[None]] = []
@@ -528,8 +530,14 @@ class Worker:
             return
         command = [sys.executable, "-m", "leasetask", "worker", self._options.spec, "--alone"]
         command += ["--lease", str(self._options.lease)]
-        environment = {**os.environ, "LEASETASK_DSN": self._dsn, ALONE: "1"}
+        environment = {**os.environ, "LEASETASK_DSN": self._dsn, ALONE: str(os.getpid())}
         self._child = subprocess.Popen(command, env=environment)
+
+    async def _leave_with_the_parent(self) -> None:
+        """A child whose parent was killed must not look for a vanished database for ever."""
+        while str(os.getppid()) == os.environ.get(ALONE, str(os.getppid())):
+            await asyncio.sleep(1)
+        self.stop()
 
     async def _run_one_suspect(self, claimer: Claimer) -> None:
         """Let what runs end, then run one suspect and nothing beside it."""

@@ -339,7 +339,7 @@ def test_a_factory_of_ones_own(dsn: str, business: Callable) -> None:
 
     assert ended(app, handler).status == "succeeded"
     assert business() == ["one", "two"]
-    assert len(opened) == 2
+    assert len(opened) >= 2, "one more for each fence that was refused for the moment"
 
 
 @pytest.mark.parametrize("colour", ["sync", "async"])

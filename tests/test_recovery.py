@@ -146,6 +146,17 @@ def test_h12_a_suspect_is_given_all_the_time_it_needs(db: Db, fleet: Fleet) -> N
     assert column(db, "(status, runs)", ordinary) == ("pending", "0")
 
 
+def test_h12_a_child_leaves_with_its_parent(db: Db, fleet: Fleet) -> None:
+    """H12: the parent was killed: its child hands back what it runs, and does not stay for ever."""
+    task = enqueue(db, "five_async")
+    db.execute("update leasetask.task set suspect = true")
+    gone = "1"
+    orphan = fleet.start("recovery", "--alone", "--grace", "0", lease=60, LEASETASK_ALONE=gone)
+    assert orphan.wait() == 0
+    assert column(db, "status", task) == "pending"
+    assert column(db, "attempts", task) <= 1
+
+
 def test_h12_suspects_are_run_also_where_cron_sweeps(db: Db, fleet: Fleet) -> None:
     """H12: a worker that does not sweep itself still lets its suspects run, alone."""
     task = enqueue(db, "sleeps", 0)

