@@ -49,10 +49,10 @@ def connect(dsn: str, *, name: str = "leasetask") -> psycopg.Connection[Any]:
     """
     try:
         conn = psycopg.Connection.connect(dsn, autocommit=True, **_settings(name))
+        if conn.info.backend_pid != conn.execute(*protocol.BACKEND_PID).fetchone()[0]:  # type: ignore[index]  # always one row
+            conn.prepare_threshold = None
     except psycopg.Error as error:
         raise unavailable(dsn, error) from error
-    if conn.info.backend_pid != conn.execute(*protocol.BACKEND_PID).fetchone()[0]:  # type: ignore[index]  # always one row
-        conn.prepare_threshold = None
     return _adapt(conn)
 
 
@@ -67,13 +67,13 @@ async def connect_async(
     """
     try:
         conn = await psycopg.AsyncConnection.connect(dsn, autocommit=True, **_settings(name))
+        row = await (await conn.execute(*protocol.BACKEND_PID)).fetchone()
+        if conn.info.backend_pid != row[0]:  # type: ignore[index]  # always one row
+            conn.prepare_threshold = None
+        elif limit is not None:
+            await conn.execute(*protocol.limit_statements(limit))
     except psycopg.Error as error:
         raise unavailable(dsn, error) from error
-    row = await (await conn.execute(*protocol.BACKEND_PID)).fetchone()
-    if conn.info.backend_pid != row[0]:  # type: ignore[index]  # always one row
-        conn.prepare_threshold = None
-    elif limit is not None:
-        await conn.execute(*protocol.limit_statements(limit))
     return _adapt(conn)
 
 

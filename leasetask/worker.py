@@ -535,7 +535,8 @@ class Worker:
 
     async def _leave_with_the_parent(self) -> None:
         """A child whose parent was killed must not look for a vanished database for ever."""
-        while str(os.getppid()) == os.environ.get(ALONE, str(os.getppid())):
+        parent = os.environ.get(ALONE)
+        while parent in (None, str(os.getppid())):  # noqa: ASYNC110  # nothing tells us
             await asyncio.sleep(1)
         self.stop()
 

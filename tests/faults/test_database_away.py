@@ -142,6 +142,12 @@ def test_h39_a_pair_that_fails_over(tmp_path: Path) -> None:
         schema.migrate(dsn)
         with Fleet(dsn, tmp_path) as fleet:
             workers = [fleet.start("outage", "--poll", "0.2", lease=2) for _ in range(2)]
+            # A worker that finds no server at its start ends; from then on it stays.
+            claiming = (
+                "select count(*) from pg_stat_activity where application_name = 'leasetask claim'"
+            )
+            with connected(dsn) as db:
+                wait_until(lambda: db.execute(claiming).fetchone() == (2,), 20, "for both workers")
             acknowledged: set[int] = set()
             for turn in range(FAILOVERS):
                 if turn:

@@ -12,6 +12,9 @@ from support import COMMAND, Fleet, enqueue, wait_for_end, wait_until
 from leasetask import App
 
 ORDERS = range(60)
+CLAIMING = """
+select count(*) from pg_stat_activity
+where application_name = 'leasetask claim' and datname = current_database()"""
 UP_TO_THE_WAIT = """
 select count(*) from leasetask.task where status = 'waiting' and wait_topic is not null"""
 
@@ -28,6 +31,7 @@ def test_an_upgrade_under_load_loses_and_doubles_nothing(
     app = App(dsn)
     with Fleet(dsn, tmp_path) as fleet:
         old = [fleet.start("upgraded", "--grace", "5", lease=3, RELEASE="1") for _ in range(2)]
+        wait_until(lambda: db.execute(CLAIMING).fetchone() == (2,), 20, "for both workers")
         for number in ORDERS[:40]:
             enqueue(db, "order", number, key=str(number))
         wait_until(lambda: db.execute(UP_TO_THE_WAIT).fetchone() == (40,), 20, "for them to wait")
