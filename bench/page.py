@@ -83,6 +83,7 @@ def _lines(results: dict[str, Any], figures: Figures, file: Path) -> Iterator[st
     yield ""
     yield from _how(results, file)
     yield from _verdict(list(goals(figures)))
+    yield (Path(__file__).parent / "reasons.md").read_text()
     for workload, (title, text) in TITLES.items():
         if cases := figures.of(workload):
             yield from _workload(workload, title, text, cases, figures, file)
