@@ -93,7 +93,10 @@ def wait_for_end(db: psycopg.Connection[Any], seconds: float = 20.0) -> dict[str
         row = db.execute(query).fetchone()
         return row is not None and bool(row[0])
 
-    wait_until(ended, seconds, "for all tasks to end")
+    try:
+        wait_until(ended, seconds, "for all tasks to end")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {statuses(db)}") from None
     return statuses(db)
 
 
