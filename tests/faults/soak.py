@@ -420,7 +420,8 @@ def main() -> None:
         asked.out.mkdir(exist_ok=True)
         about = {"date": now.isoformat(timespec="seconds"), "cores": os.cpu_count(),
                  "python": platform.python_version(), "lease": LEASE, "passed": report.passed}  # fmt: skip
-        file.write_text(json.dumps({**about, **asdict(report)}, indent=1) + "\n")
+        faults = {"faults": dict(report.faults)}  # asdict makes pairs of a Counter's keys
+        file.write_text(json.dumps({**about, **asdict(report), **faults}, indent=1) + "\n")
         print(file)
     sys.exit(0 if report.passed else 1)
 
