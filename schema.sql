@@ -1614,8 +1614,26 @@ set search_path = pg_catalog, pg_temp set jit = off set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare
-  now_ timestamptz := leasetask.clock();
+  now_  timestamptz := leasetask.clock();
+  ends  jsonb;                                       -- "kind version" → counts and times, looked up once
+  ended jsonb;
 begin
+  select jsonb_object_agg(e.kind || ' ' || e.handler_version, to_jsonb(e)) into ends
+  from (
+    -- A canceled task has not run to its end, nor waited for its claim.
+    select x.kind, x.handler_version,
+           count(*) filter (where x.status = 'succeeded') as succeeded,
+           count(*) filter (where x.status <> 'succeeded') as failed,
+           percentile_cont(array[0.5, 0.95]) within group
+             (order by extract(epoch from x.claimed_at - x.next_run_at)) as waits,
+           percentile_cont(array[0.5, 0.95]) within group
+             (order by extract(epoch from x.finished_at - x.claimed_at)) as runs
+    from (select t.* from leasetask.task t
+          where t.finished_at is not null and t.pruned_at is null and t.finished_at > now_ - period
+          order by t.finished_at desc limit most / 10) x
+    where x.status in ('succeeded', 'failed', 'dead')
+    group by x.kind, x.handler_version
+  ) e;
   for kind, version in
     with recursive pair as (
       (select t.kind, t.handler_version from leasetask.task t
@@ -1634,26 +1652,24 @@ begin
     declared_at := null; paused := null;
     select k.last_seen, k.paused into declared_at, paused from leasetask.kind k
     where k.kind = stats.kind and k.version = stats.version;
-    select count(*) filter (where u.due), count(*) filter (where u.due and u.suspect),
-           count(*) filter (where not u.due and u.status = 'pending'),
-           count(*) filter (where not u.due and u.status = 'waiting'), min(u.next_run_at) filter (where u.due)
-    into ready, suspects, later, waiting, oldest_ready
-    from (select t.next_run_at <= now_ as due, t.suspect, t.status, t.next_run_at from leasetask.task t
+    -- Of what is due nothing is asked that task_ready does not hold, so that no row has to be read.
+    select count(*), count(*) filter (where u.suspect), min(u.next_run_at)
+    into ready, suspects, oldest_ready
+    from (select t.suspect, t.next_run_at from leasetask.task t
           where t.kind = stats.kind and t.handler_version = stats.version
-            and t.status in ('pending', 'waiting') limit most) u;
+            and t.status in ('pending', 'waiting') and t.next_run_at <= now_ limit most) u;
+    select count(*) filter (where u.status = 'pending'), count(*) filter (where u.status = 'waiting')
+    into later, waiting
+    from (select t.status from leasetask.task t
+          where t.kind = stats.kind and t.handler_version = stats.version
+            and t.status in ('pending', 'waiting') and t.next_run_at > now_ limit most) u;
     select count(*) into running from leasetask.task t
     where t.status = 'running' and t.kind = stats.kind and t.handler_version = stats.version;
-    select count(*) filter (where e.status = 'succeeded'),
-           count(*) filter (where e.status in ('failed', 'dead')),
-           percentile_cont(0.5) within group (order by extract(epoch from e.claimed_at - e.next_run_at)),
-           percentile_cont(0.95) within group (order by extract(epoch from e.claimed_at - e.next_run_at)),
-           percentile_cont(0.5) within group (order by extract(epoch from e.finished_at - e.claimed_at)),
-           percentile_cont(0.95) within group (order by extract(epoch from e.finished_at - e.claimed_at))
-    into succeeded, failed, wait_p50, wait_p95, run_p50, run_p95
-    from (select t.* from leasetask.task t
-          where t.finished_at is not null and t.pruned_at is null and t.finished_at > now_ - period
-          order by t.finished_at desc limit most / 10) e
-    where e.kind = stats.kind and e.handler_version = stats.version;
+    ended := ends -> (kind || ' ' || version);
+    succeeded := coalesce((ended ->> 'succeeded')::bigint, 0);
+    failed := coalesce((ended ->> 'failed')::bigint, 0);
+    wait_p50 := (ended -> 'waits' ->> 0)::float8; wait_p95 := (ended -> 'waits' ->> 1)::float8;
+    run_p50 := (ended -> 'runs' ->> 0)::float8; run_p95 := (ended -> 'runs' ->> 1)::float8;
     return next;
   end loop;
 end $$;

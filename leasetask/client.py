@@ -142,7 +142,7 @@ def check_name(what: str, name: object) -> str:
 def check_start(at: datetime | None, delay: float | None) -> None:
     """Refuse a start that names no moment; raises PayloadError."""
     if at is not None and delay is not None:
-        raise PayloadError("give at= or delay=, not both")
+        raise PayloadError("a start has at or delay, not both")
     if delay is not None and not abs(delay) <= LONGEST:
         raise PayloadError(f"delay={delay}: at most {LONGEST:.0f} seconds")
     if at is not None and at.tzinfo is None:

@@ -42,6 +42,7 @@ def examine(ask: Ask, *, pooled: bool) -> list[Finding]:
         _kinds,
         _expired,
         _undelivered,
+        _dead_letters,
         _transactions,
         _dead_rows,
         _autovacuum,
@@ -117,6 +118,17 @@ def _undelivered(ask: Ask) -> Iterator[Finding]:
             "error",
             f"{number} signals have not been delivered for more than 30 s",
             "start a worker; or see who holds a row of their waiters in a long transaction",
+        )
+
+
+def _dead_letters(ask: Ask) -> Iterator[Finding]:
+    number = ask(protocol.DEAD_LETTERS)[0][0]
+    if number:
+        most = "at least " if number >= 1000 else ""
+        yield Finding(
+            "warning",
+            f"{most}{number} tasks ended failed or dead and await a person",
+            "leasetask dead-letter, and when the cause is mended, leasetask retry",
         )
 
 

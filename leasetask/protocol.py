@@ -288,10 +288,10 @@ def unfinished_histories(statuses: Sequence[str], after: str | None, n: int) -> 
 
 
 def steps(task_id: str) -> Query:
-    """Rows: one, of records by name, open steps, since when and until when it waits, and now."""
+    """Rows: one: records by name, open steps, waiting since and until, when it was pruned, now."""
     return Query(
         "select leasetask.recorded_steps(t.id), t.open_steps, t.waiting_since, t.wait_until, "
-        "leasetask.clock() from leasetask.task t where t.id = %s::uuid",
+        "t.pruned_at, leasetask.clock() from leasetask.task t where t.id = %s::uuid",
         (task_id,),
     )
 
@@ -642,7 +642,9 @@ def list_tasks(by: Filters, n: int) -> Query:
         "max_attempts, case when next_run_at < 'infinity' and finished_at is null "
         "then extract(epoch from next_run_at - leasetask.clock())::float8 end, "
         "extract(epoch from leasetask.clock() - created_at)::float8, "
-        "coalesce(last_error ->> 'message', cancel_reason, wait_topic, lease_owner) "
+        "case when status in ('pending', 'failed', 'dead') then last_error ->> 'message' "
+        "when status = 'waiting' then coalesce(wait_topic, wait_name) when status = 'canceled' "
+        "then cancel_reason else lease_owner end "
         "from leasetask.list(%s::text, %s::int, %s::text[], %s::text, %s::text, "
         "make_interval(secs => %s::float8), %s::smallint, %s::uuid, %s::int)",
         (
@@ -703,6 +705,10 @@ EXPIRED_LEASES = Query(
 )
 CONNECTIONS = Query(
     "select count(*), current_setting('max_connections')::int from pg_stat_activity"
+)
+DEAD_LETTERS = Query(
+    "select count(*) from (select from leasetask.task where dead_letter_at is not null "
+    "and pruned_at is null limit 1000) d"
 )
 SERVER_CLOCK = Query("select extract(epoch from clock_timestamp())::float8")
 UNDELIVERED_FOR_LONG = Query(

@@ -86,6 +86,7 @@ def check_name(run: Run, name: str) -> None:
         raise ConfigurationError(f"step {name!r}: a step's body may not use verbs of its context")
     if not name or name.startswith((REGISTERED, COMPENSATED)):
         raise ConfigurationError(f"{name!r} cannot be a step's name")
+    encode(name, what="a step's name")  # text that JSON and PostgreSQL can keep
 
 
 def start(run: Run, name: str, inserted: bool) -> Verb[None]:

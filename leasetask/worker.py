@@ -238,6 +238,9 @@ class Worker:
         threads = (self._heartbeat, watchdog, keeper)
         for thread in threads:
             thread.start()
+        if "worker" in self._options.roles:
+            known = ", ".join(f"{kind} v{version}" for kind, version in self._registry.pairs())
+            logger.info("%s runs %s, %d at a time", self.owner, known or "nothing", self.slots)
         services = [
             self._service(self._committer.serve()),
             self._service(self._maintenance.serve()),
@@ -475,15 +478,16 @@ class Worker:
         waited = (claimed.claimed_at - claimed.due_at).total_seconds()
         for tell in self.on_end:
             tell(Ended(claimed.kind, claimed.version, ack.status or "lost", took, waited))
-        level = logging.WARNING if isinstance(outcome, Fail) else logging.INFO
+        error = outcome.error if isinstance(outcome, Fail | Release) else None
+        level = logging.INFO if error is None else logging.WARNING
         if not logger.isEnabledFor(level):
             return
         extra = {**log_fields(run), "status": ack.status, "duration": round(took, 6)}
         line = "%s: %s after %.3f s"
         told: list[Any] = [run.label, ack.status, took]
-        if isinstance(outcome, Fail):
+        if error is not None:
             line += ": %s: %s"
-            told += [outcome.error["type"], outcome.error["message"]]
+            told += [error["type"], error["message"]]
         logger.log(level, line, *told, extra=extra)
 
     def _count_lost_thread(self, run: Run) -> None:

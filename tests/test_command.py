@@ -266,7 +266,7 @@ def test_a_workers_options(dsn: str, tmp_path: Path) -> None:
         "--poll=nan": "poll",
         "--grace=-1": "grace",
         "--grace=nan": "grace",
-        "--log-level=loud": "LOUD",
+        "--log-level=loud": "none of debug, info, warning, error",
     }
     mistakes = [Mistake((*WORKER, option), USAGE, says) for option, says in options.items()]
     check_all(dsn, tmp_path, mistakes)

@@ -57,12 +57,12 @@ def server_of(dsn: str | None, *, embedded: bool = True) -> str:
     known = dsn_or_environment(dsn)
     if known is not None:
         return known
-    if not embedded:
+    from leasetask import embedded as launcher  # noqa: PLC0415  # an extra
+
+    if not embedded and not launcher.default_folder().exists():
         raise DatabaseUnavailable(
             "no database given: set LEASETASK_DSN, or --dsn, or ask for --embedded"
         )
-    from leasetask import embedded as launcher  # noqa: PLC0415  # an extra
-
     return launcher.ensure()
 
 

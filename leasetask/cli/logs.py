@@ -7,13 +7,22 @@ import logging
 from datetime import UTC, datetime
 from typing import Any
 
+from leasetask.errors import ConfigurationError
+
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_LEVELS = ("debug", "info", "warning", "error")
 _FIELDS = ("task_id", "kind", "version", "attempt", "run", "status", "duration")
 """What leasetask's records carry beside the message; `duration` in seconds."""
 
 
 def configure(level: str, format_: str) -> None:
-    """Log to standard error, one line for each record, as `text` or `json`."""
+    """Log to standard error, one line for each record, as `text` or `json`.
+
+    Raises:
+        ConfigurationError: there is no such level.
+    """
+    if level.lower() not in _LEVELS:
+        raise ConfigurationError(f"--log-level {level} is none of {', '.join(_LEVELS)}")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if format_ == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -15,8 +15,8 @@ from leasetask.cli.render import count, due, duration, show_table
 from leasetask.connection import connect, fetch, is_pooled
 from leasetask.protocol import Filters, KindStats, Listed, Query, Running
 
-_COUNTED = 100_000
-"""Where counting stops."""
+_COUNTED = 20_000
+"""Where counting stops, for each kind."""
 
 
 def _rows(dsn: str | None, *queries: Query) -> list[list[tuple[Any, ...]]]:
@@ -118,7 +118,8 @@ def _listed(task: Listed) -> tuple[Any, ...]:
 def stats(period: float, dsn: str | None, as_json: bool) -> None:
     """Count tasks per kind and version, with rates and times; name those that nobody can run.
 
-    Counts stop at 100,000 (shown with a plus); rates look at the last 10,000 ends at the most.
+    Counts stop at 20,000 a kind (shown with a plus); rates look at the last 2,000 ends at the most, and
+    run times at the last run of a task. Canceled tasks count in neither.
     Example: leasetask stats --json
     """
     (rows,) = _rows(dsn, protocol.stats(period, _COUNTED))

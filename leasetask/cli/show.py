@@ -35,22 +35,26 @@ def show(task_id: str, dsn: str | None, as_json: bool) -> None:
     id_ = client.task_id(task_id)
     with connect(server_of(dsn)) as conn:
         view = client.run(client.get(id_), lambda query: fetch(conn, query), id_)
-        ((records, open_steps, waiting_since, wait_until, now),) = fetch(conn, protocol.steps(id_))
+        ((records, open_steps, waiting_since, wait_until, pruned_at, now),) = fetch(
+            conn, protocol.steps(id_)
+        )
         numbers = [r["signal"] for r in records.values() if r.get("signal") is not None]
         signals = [ConsumedSignal(*row) for row in fetch(conn, protocol.signals(numbers))]
     ordered = dict(sorted(records.items(), key=lambda item: int(item[1]["n"])))
     if as_json:
-        wait = {"waiting_since": waiting_since, "wait_until": wait_until}
+        wait = {"waiting_since": waiting_since, "wait_until": wait_until, "pruned_at": pruned_at}
         more = {"records": ordered, "open_steps": open_steps, **wait}
         emit(asdict(view) | more | {"signals": [s._asdict() for s in signals]}, True, "")
         return
     lines = [f"{view.kind} v{view.version}  {view.id}"]
     facts = [*_state(view, now), *_wait(view, waiting_since, wait_until, now), *_rest(view)]
+    if pruned_at is not None:
+        facts.append(("pruned", f"{_ago(pruned_at, now)}: input, state and result are gone"))
     width = max(len(name) for name, _ in facts)
     lines += [f"{name:<{width}}  {value}" for name, value in facts]
     lines += _steps(ordered, open_steps)
     lines += _signals(signals, now)
-    lines += _error(view.last_error)
+    lines += _error(view)
     click.echo("\n".join(lines))
 
 
@@ -158,11 +162,16 @@ def _signals(signals: list[ConsumedSignal], now: datetime) -> Iterator[str]:
         yield table(("SIGNAL", "TOPIC", "SENT", "PAYLOAD"), rows)
 
 
-def _error(error: Record | None) -> Iterator[str]:
-    if error is not None:
-        yield ""
-        yield f"last error (try {error.get('attempt', '?')}, {error.get('at', '?')})"
-        yield (error.get("traceback") or f"{error.get('type')}: {error.get('message')}").rstrip()
+def _error(view: TaskView) -> Iterator[str]:
+    error = view.last_error
+    if error is None:
+        return
+    ended_by_it = view.status in ("failed", "dead")
+    past = "" if ended_by_it else ", of an earlier try"
+    yield ""
+    yield f"last error{past} (try {error.get('attempt', '?')}, {error.get('at', '?')})"
+    short = f"{error.get('type')}: {error.get('message')}"
+    yield short if view.status == "succeeded" else (error.get("traceback") or short).rstrip()
 
 
 def _ago(moment: datetime, now: datetime) -> str:

@@ -23,9 +23,19 @@ _DAY = 86400.0
 
 
 @cli.command()
-@click.option("--older-than", default=30.0, show_default=True, help="Days since the end.")
 @click.option(
-    "--signals-older-than", default=90.0, show_default=True, help="Days, of unconsumed signals."
+    "--older-than",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="Days since the end.",
+)
+@click.option(
+    "--signals-older-than",
+    type=click.FloatRange(min=0),
+    default=90.0,
+    show_default=True,
+    help="Days, of unconsumed signals.",
 )
 @click.option("--forget-keys", is_flag=True, help="Delete whole rows: their keys are free again.")
 @click.option("--batch", default=1000, show_default=True, help="Rows in one transaction.")
@@ -43,7 +53,8 @@ def prune(
 ) -> None:
     """Empty finished tasks of input, state and result, and delete consumed signals.
 
-    A pruned task keeps its id, key, status and times, so its key keeps its meaning.
+    A pruned task keeps its id, key, status and times, so its key keeps its meaning. Dead letters
+    are pruned too: after so long nobody can retry them.
     Example: leasetask prune --older-than 7
     """
     server = server_of(dsn, embedded=embedded)

@@ -97,7 +97,9 @@ def migrate(dsn: str | None, embedded: bool, roles: bool, as_json: bool) -> None
     help="A direct way to the server, to hear notifications where --dsn is a pooler.",
 )
 @click.option("--outbox", metavar="DSN", help="Database with outbox_event, for --role outbox.")
-@click.option("--log-level", default="info", show_default=True, help="debug, info or warning.")
+@click.option(
+    "--log-level", default="info", show_default=True, help="debug, info, warning or error."
+)
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
 )
