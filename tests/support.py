@@ -199,6 +199,7 @@ class Nursery:
             stderr=self._log,
             text=True,
             bufsize=1,
+            start_new_session=True,
         )
 
     def fork(self, kill_after: float, *options: str) -> int:
@@ -209,8 +210,9 @@ class Nursery:
         return int(self._process.stdout.readline())
 
     def close(self) -> None:
-        """Start no more."""
-        self._process.kill()
+        """Start no more, and leave none behind, nor a child of theirs."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             assert stream is not None
