@@ -24,10 +24,10 @@ from leasetask.errors import (
     SuspensionSwallowed,
     TaskCanceled,
 )
+from leasetask.failures import describe
 from leasetask.model import Completed, Fail, Finish, Lost, Outcome, Release, Suspend, Wait
 from leasetask.payload import convert, encode
 from leasetask.run import HandBack, Run, StepRetry, Suspended, current_run
-from leasetask.steps import describe
 from leasetask.threads import Threads
 
 

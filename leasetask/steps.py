@@ -6,10 +6,8 @@ import asyncio
 import logging
 import random
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,10 +23,11 @@ from leasetask.errors import (
     TaskCanceled,
     UnknownKind,
 )
+from leasetask.failures import describe
 from leasetask.journal import COMPENSATED, REGISTERED, Record
 from leasetask.model import Checkpoint, Retry
 from leasetask.operations import AwaitCancellation, Body, Gate, Send, Stand, Verb, in_body
-from leasetask.payload import annotation_of, convert, decode, encode, fingerprint, printable
+from leasetask.payload import annotation_of, convert, decode, encode, fingerprint
 from leasetask.run import Compensation, Run, StepRetry
 
 logger = logging.getLogger("leasetask")
@@ -177,25 +176,6 @@ def failed(run: Run, name: str, error: Exception, options: StepOptions) -> Verb[
     number = run.journal.next_number()
     yield Send(Checkpoint({name: to_json({"n": number, "error": described, "tries": tries})}))
     raise StepFailed(name, number, described) from error
-
-
-def describe(error: BaseException, attempt: int) -> Record:
-    """Return what is recorded of an exception, whatever it does when it is looked at."""
-    try:
-        message = str(error)
-    except Exception as broken:
-        message = f"<its text cannot be had: {type(broken).__name__}>"
-    try:
-        trace = "".join(traceback.format_exception(error))
-    except Exception:
-        trace = "".join(traceback.format_tb(error.__traceback__))
-    return {
-        "type": printable(type(error).__qualname__, 200),
-        "message": printable(message),
-        "traceback": printable(trace),
-        "attempt": attempt,
-        "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-    }
 
 
 def to_json(value: Any) -> str:

@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from leasetask.failures import message_of, traceback_of
+
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
+    from opentelemetry.trace import Span, Tracer
 
 try:
     from opentelemetry import metrics, trace
@@ -54,19 +56,19 @@ def processing(
     if tracer is None:
         return nullcontext()
     carrier = {} if traceparent is None else {"traceparent": traceparent}
-    span: AbstractContextManager[Any] = tracer.start_as_current_span(
+    return _span(
+        tracer,
         f"process {kind}",
         context=TraceContextTextMapPropagator().extract(carrier),
         kind=trace.SpanKind.CONSUMER,
         attributes={**_messaging(kind, "process"), "messaging.message.id": task_id, **attributes},
     )
-    return span
 
 
 def step(name: str) -> AbstractContextManager[Any]:
     """Trace the body of a step."""
     tracer = _tracer()
-    return nullcontext() if tracer is None else tracer.start_as_current_span(f"step {name}")
+    return nullcontext() if tracer is None else _span(tracer, f"step {name}")
 
 
 def count_end(ended: Ended) -> None:
@@ -81,13 +83,35 @@ def count_end(ended: Ended) -> None:
 @contextmanager
 def _sending(tracer: Tracer, kind: str) -> Iterator[str | None]:
     attributes = _messaging(kind, "create")
-    with tracer.start_as_current_span(
-        f"create {kind}", kind=trace.SpanKind.PRODUCER, attributes=attributes
-    ):
+    with _span(tracer, f"create {kind}", kind=trace.SpanKind.PRODUCER, attributes=attributes):
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier)
         yield carrier.get("traceparent")
     _instruments()["sent"].add(1, attributes)
+
+
+@contextmanager
+def _span(tracer: Tracer, name: str, **options: Any) -> Iterator[Span]:
+    """Trace a block. Errors are noted here: the SDK replaces one whose text cannot be had."""
+    with tracer.start_as_current_span(
+        name, record_exception=False, set_status_on_exception=False, **options
+    ) as span:
+        try:
+            yield span
+        except Exception as error:
+            _note_error(span, error)
+            raise
+
+
+def _note_error(span: Span, error: Exception) -> None:
+    message = message_of(error)
+    attributes = {
+        "exception.type": type(error).__qualname__,
+        "exception.message": message,
+        "exception.stacktrace": traceback_of(error),
+    }
+    span.add_event("exception", attributes)
+    span.set_status(trace.StatusCode.ERROR, f"{type(error).__qualname__}: {message}")
 
 
 def _tracer() -> Tracer | None:

@@ -26,6 +26,7 @@ from leasetask.committer import Committer
 from leasetask.connection import is_disconnect, is_transient
 from leasetask.errors import ConfigurationError, LeaseLost, PayloadError, WorkerError
 from leasetask.execution import execute
+from leasetask.failures import describe
 from leasetask.heartbeat import Heartbeat, Watchdog
 from leasetask.journal import Journal
 from leasetask.link import Link, pause_until
@@ -37,7 +38,6 @@ from leasetask.protocol import Item
 from leasetask.registry import Registry
 from leasetask.run import Run, log_fields
 from leasetask.sources import Transactions
-from leasetask.steps import describe
 from leasetask.telemetry import Ended
 from leasetask.threads import Threads
 from leasetask.transactions import Keeper

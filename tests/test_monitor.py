@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support import Fleet, WorkerProcess, enqueue, wait_for_end, wait_until
 
-from leasetask import App, AsyncContext, Context
+from leasetask import App, AsyncContext, Context, Retry
 from leasetask.cli.logs import JsonLines
 from leasetask.errors import ConfigurationError
 from leasetask.monitor import Monitor
@@ -155,13 +155,13 @@ def test_a_traceback_stays_in_its_line() -> None:
 # --- traces ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def exporter() -> InMemorySpanExporter:
-    """OpenTelemetry takes one provider for the life of a process."""
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """Set tracing up for one test: OpenTelemetry itself takes one provider for a process's life."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     return exporter
 
 
@@ -182,7 +182,6 @@ def test_a_trace_goes_from_the_enqueue_to_the_steps(
         ctx.step("second", lambda: None)
         ctx.enqueue("child", child, number)
 
-    exporter.clear()
     with trace.get_tracer("test").start_as_current_span("request") as request:
         task = app.enqueue(parent, 1)
     with app.start(concurrency=4, lease=5):
@@ -206,3 +205,50 @@ def test_a_trace_goes_from_the_enqueue_to_the_steps(
     (inner_run,) = spans["process child"]
     assert inner.parent is not None
     assert inner.parent.span_id == inner_run.context.span_id
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_a_trace_shows_the_error_that_was_raised(
+    dsn: str, db: psycopg.Connection, exporter: InMemorySpanExporter
+) -> None:
+    """One whose text cannot be had is neither replaced, in the task or in its trace, nor left out."""
+    app = App(dsn)
+
+    @app.task(retry=Retry(max_attempts=1))
+    def handler(ctx: Context) -> None:
+        raise Unprintable
+
+    app.enqueue(handler)
+    with app.start(concurrency=4, lease=5):
+        assert wait_for_end(db) == {"failed": 1}
+    app.close()
+    assert db.execute("select last_error->>'type' from leasetask.task").fetchone() == (
+        "Unprintable",
+    )
+    (run,) = (span for span in exporter.get_finished_spans() if span.name == "process handler")
+    assert run.status.status_code is trace.StatusCode.ERROR
+    (event,) = run.events
+    assert event.attributes is not None
+    assert event.attributes["exception.type"] == "Unprintable"
+    assert "RuntimeError" in str(event.attributes["exception.message"])
+
+
+def test_a_wait_is_no_error_in_a_trace(
+    dsn: str, db: psycopg.Connection, exporter: InMemorySpanExporter
+) -> None:
+    app = App(dsn)
+
+    @app.task
+    def handler(ctx: Context) -> None:
+        ctx.sleep(0.05)
+
+    app.enqueue(handler)
+    with app.start(concurrency=4, lease=5):
+        assert wait_for_end(db) == {"succeeded": 1}
+    app.close()
+    runs = [span for span in exporter.get_finished_spans() if span.name == "process handler"]
+    assert [run.status.status_code for run in runs] == [trace.StatusCode.UNSET] * 2
