@@ -25,7 +25,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def through(server: Server) -> Iterator[str]:
     with psycopg.connect(server.dsn, autocommit=True) as conn:
-        conn.execute("truncate leasetask.task, leasetask.kind cascade")
+        conn.execute("truncate leasetask.task, leasetask.kind, leasetask.idle_worker cascade")
     with pooled(server.dsn) as dsn:
         yield dsn
 
