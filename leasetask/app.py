@@ -638,6 +638,10 @@ class RunningWorker:
             loop.run_until_complete(_cancel_rest(loop))
         except BaseException as error:
             self._error = error
+        finally:
+            # What is still pending was told of when its task was given to the sweep.
+            loop.set_exception_handler(lambda _loop, _context: None)
+            loop.close()
 
     @property
     def owner(self) -> str:

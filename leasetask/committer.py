@@ -16,7 +16,7 @@ from typing import Any
 
 from leasetask import protocol
 from leasetask.connection import is_disconnect, is_transient, translated
-from leasetask.errors import LeaseLost, LeaseTaskError
+from leasetask.errors import LeaseLost
 from leasetask.link import Link
 from leasetask.model import Ack, Checkpoint, Fail, Finish, Note, Release, Suspend
 from leasetask.protocol import Item, Query
@@ -27,8 +27,9 @@ logger = logging.getLogger("leasetask")
 BATCH = 500
 """Items in one statement at the most."""
 
-_LOCKED_PAUSE = 0.02
-"""Seconds before an item whose row somebody holds is tried again, alone."""
+_LOCKED_PAUSE = 0.002, 0.02
+"""Seconds before an item whose row somebody holds is tried again: at first (mostly it is this worker's
+own heartbeat), and at the most."""
 
 Request = Checkpoint | Note
 End = Finish | Suspend | Release | Fail
@@ -41,6 +42,7 @@ class _Entry:
     body: Any
     future: asyncio.Future[Ack]
     alone: bool = False
+    locked: int = 0
 
 
 class Committer:
@@ -82,17 +84,17 @@ class Committer:
         self._closed = True
         for queue in self._queues.values():
             for entry in queue:
-                _refuse(entry)
+                _refuse([entry], _stopped(entry.run))
             queue.clear()
 
     def _add(self, run: Run, body: Request | End) -> asyncio.Future[Ack]:
-        future: asyncio.Future[Ack] = run.loop.create_future()
+        entry = _Entry(run, body, run.loop.create_future())
         if self._closed:
-            _refuse(_Entry(run, body, future))
-            return future
-        self._queues[type(body)].append(_Entry(run, body, future))
-        self._wake.set()
-        return future
+            _refuse([entry], _stopped(run))
+        else:
+            self._queues[type(body)].append(entry)
+            self._wake.set()
+        return entry.future
 
     async def serve(self) -> None:
         """Commit what comes, for ever."""
@@ -167,25 +169,30 @@ class Committer:
             self._queues[kind][:0] = entries
             self._wake.set()
         else:
-            reason = translated(error) or error
-            for entry in entries:
-                if not entry.future.done():
-                    entry.future.set_exception(reason)
+            _refuse(entries, translated(error) or error)
 
     def _later(self, kind: type, entries: list[_Entry]) -> None:
         for entry in entries:
-            entry.alone = len(entries) == 1
+            entry.locked += 1
 
         def again() -> None:
             self._queues[kind].extend(entries)
             self._wake.set()
 
-        asyncio.get_running_loop().call_later(_LOCKED_PAUSE, again)
+        first, longest = _LOCKED_PAUSE
+        pause = min(longest, first * 2 ** min(entries[0].locked - 1, 10))
+        asyncio.get_running_loop().call_later(pause, again)
 
 
-def _refuse(entry: _Entry) -> None:
-    if not entry.future.done():
-        entry.future.set_exception(LeaseLost(f"{entry.run.label}: its worker has stopped"))
+def _refuse(entries: list[_Entry], error: Exception) -> None:
+    for entry in entries:
+        if not entry.future.done():
+            entry.future.set_exception(error)
+            entry.future.exception()  # a run that was dropped asks no more: nothing for asyncio to log
+
+
+def _stopped(run: Run) -> LeaseLost:
+    return LeaseLost(f"{run.label}: its worker has stopped")
 
 
 def _merged(entries: list[_Entry]) -> Any:
@@ -214,10 +221,7 @@ def _settle(entries: list[_Entry], ack: Ack, sent_at: float) -> None:
     run = entries[0].run
     if ack.answer == "lost":
         run.lose("its lease went to another worker, or was swept")
-        error: LeaseTaskError = LeaseLost(f"{run.label}: {run.lost}; nothing was recorded")
-        for entry in entries:
-            if not entry.future.done():
-                entry.future.set_exception(error)
+        _refuse(entries, LeaseLost(f"{run.label}: {run.lost}; nothing was recorded"))
         return
     if isinstance(entries[0].body, Checkpoint):
         run.attempt = 1

@@ -64,11 +64,18 @@ class Link:
         self._revive = revive
         self._conn: psycopg.AsyncConnection[Any] | None = None
         self._was_lost = False
+        self._opening = asyncio.Lock()
 
     async def get(self) -> psycopg.AsyncConnection[Any]:
         """Return the open connection, opening it for as long as that takes."""
         if self._conn is not None and not self._conn.closed:
             return self._conn
+        async with self._opening:
+            return await self._open()
+
+    async def _open(self) -> psycopg.AsyncConnection[Any]:
+        if self._conn is not None and not self._conn.closed:
+            return self._conn  # by who asked before
         for delay in backoff_delays():
             try:
                 self._conn = await connect_async(self._dsn, name=self._name, limit=self._limit)

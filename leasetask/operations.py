@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from leasetask import telemetry
-from leasetask.errors import NonDeterminismError, RunTimeout
+from leasetask.errors import LeaseLost, NonDeterminismError, RunTimeout
 from leasetask.model import Ack, Checkpoint, Note
 from leasetask.run import Parked, Run, Suspended
 
@@ -220,5 +220,14 @@ class AwaitCancellation:
 
 
 def from_thread(run: Run, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in the worker's event loop and wait for it in the handler's thread."""
-    return asyncio.run_coroutine_threadsafe(coroutine, run.loop).result()
+    """Run a coroutine in the worker's event loop and wait for it in the handler's thread.
+
+    Raises:
+        LeaseLost: the worker has ended meanwhile, and left this thread to itself.
+    """
+    try:
+        future = asyncio.run_coroutine_threadsafe(coroutine, run.loop)
+    except RuntimeError as error:
+        coroutine.close()
+        raise LeaseLost(f"{run.label}: its worker has stopped") from error
+    return future.result()

@@ -42,9 +42,18 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
+@contextmanager
+def listening(app: App, db: Conn, **options: Any) -> Iterator[None]:
+    """A worker whose start is over, and that beats no heart: what meets one is sent again."""
+    with working(app, lease=60, **options):
+        idle = "select count(*) from leasetask.idle_worker"
+        wait_until(lambda: db.execute(idle).fetchone() == (1,), 20, "for it to be idle")
+        yield
+
+
 @pytest.mark.parametrize("steps", [0, 1, 7])
 def test_a_lone_task_costs_two_statements_and_one_a_step(
-    dsn: str, sent: Counter[str], steps: int
+    dsn: str, db: Conn, sent: Counter[str], steps: int
 ) -> None:
     app = App(dsn)
 
@@ -53,14 +62,16 @@ def test_a_lone_task_costs_two_statements_and_one_a_step(
         for i in range(steps):
             await ctx.step(f"step-{i}", lambda: i)
 
-    task = app.enqueue(work)
-    with working(app):
+    with listening(app, db):
+        task = app.enqueue(work)
         app.wait(task.id, timeout=20)
     costs = {name: sent[name] for name in ("claim", "checkpoint", "note", "finish", "suspend")}
     assert costs == {"claim": 1, "checkpoint": steps, "note": 0, "finish": 1, "suspend": 0}
 
 
-def test_tasks_that_are_ready_together_share_their_statements(dsn: str, sent: Counter[str]) -> None:
+def test_tasks_that_are_ready_together_share_their_statements(
+    dsn: str, db: Conn, sent: Counter[str]
+) -> None:
     """Fifty tasks, ten steps each, in step with each other: batches, and none of them by time."""
     tasks, steps = 50, 10
     app = App(dsn)
@@ -73,9 +84,8 @@ def test_tasks_that_are_ready_together_share_their_statements(dsn: str, sent: Co
             await ctx.step(f"step-{i}", lambda: i)
         await barrier.wait()
 
-    made = app.enqueue_many(work, [None] * tasks)
-    with working(app, concurrency=tasks):
-        for task in made:
+    with listening(app, db, concurrency=tasks):
+        for task in app.enqueue_many(work, [None] * tasks):
             app.wait(task.id, timeout=20)
     assert sent["claim"] == 1
     assert sent["checkpoint"] <= 2 * steps  # 500 steps

@@ -217,6 +217,8 @@ class Engine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         if not self._loop.is_running():
+            # Workers that crashed are never unwound: asyncio would call their tasks forgotten.
+            self._loop.set_exception_handler(lambda _loop, _context: None)
             self._loop.close()
         self.threads.close()
         self.wire.hang_up()

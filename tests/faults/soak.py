@@ -138,6 +138,8 @@ class Load:
                 continue
             self.acknowledged.append(number)
             number += 1
+        if conn is not None:
+            conn.close()
 
 
 class Workers:
