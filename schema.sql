@@ -20,7 +20,7 @@
 --           is the row's, looked at under the row's lock.
 -- ANSWERS   Functions that a worker calls take arrays, at most one item per task, and answer one
 --           row per item: `done`, `already` (a checkpoint that is recorded), `locked` (somebody
---           else holds the row: ask again, alone), `lost` (the token is not the row's any more).
+--           else holds the row: ask again), `lost` (the token is not the row's any more).
 -- LOCKS     Worker and sweep statements take rows `for no key update skip locked`, so they never
 --           wait for a user's transaction and never deadlock. Delivery takes a topic's signals by
 --           id, then its waiters by age, `nowait`. A producer's call may wait for one row.
@@ -56,6 +56,8 @@ create table if not exists leasetask.schema_version (
   applied_at  timestamptz not null default clock_timestamp()
 );
 
+-- The constraints are worded to be short: the server reads the text of each again for every statement
+-- that writes a row, which for a lone one cost as much as the write.
 -- In the order in which columns change: an update logs all that lies between the first and the last
 -- byte that differ, so what a heartbeat or checkpoint changes stands together at the end.
 create table if not exists leasetask.task (
@@ -119,28 +121,24 @@ create table if not exists leasetask.task (
 
   constraint task_kind_and_key_are_unique unique (kind, idempotency_key),
   constraint task_names_fit_an_index check (
-    octet_length(kind) between 1 and 1000 and octet_length(idempotency_key) between 1 and 1000
-    and octet_length(wait_topic) <= 1000),
+    kind <> '' and idempotency_key <> '' and wait_topic <> ''
+    and greatest(octet_length(kind), octet_length(idempotency_key), octet_length(wait_topic)) <= 1000),
   constraint task_status_is_known check (
-    status in ('pending', 'running', 'waiting', 'succeeded', 'failed', 'canceled', 'dead')),
+    status = any ('{pending,running,waiting,succeeded,failed,canceled,dead}')),
   constraint task_budget_is_kept check (
-    attempts between 0 and max_attempts
-    and (attempts < max_attempts or status not in ('pending', 'waiting'))),
+    attempts between 0 and max_attempts - (status = any ('{pending,waiting}'))::int),
   constraint task_running_is_leased check (
-    (status = 'running') = (lease_token is not null)
-    and (lease_token is null) = (lease_until is null)
-    and (lease_token is null) = (lease_owner is null)),
+    num_nulls(lease_token, lease_until, lease_owner) = case status when 'running' then 0 else 3 end),
   constraint task_end_is_dated check (
-    (status in ('succeeded', 'failed', 'canceled', 'dead')) = (finished_at is not null)
-    and (status in ('failed', 'dead')) = (dead_letter_at is not null)),
-  constraint task_waits_only_while_waiting check (status = 'waiting' or wait_mode is null),
+    (finished_at is null) = (status = any ('{pending,running,waiting}'))
+    and (dead_letter_at is null) = (status <> all ('{failed,dead}'))),
   constraint task_wait_is_whole check (
     wait_mode is null
-    or (wait_mode = 'sleep' and wait_name is not null and wait_seq is not null)
-    or (wait_mode = 'signal' and wait_name is not null and wait_seq is not null and wait_topic is not null)
-    or (wait_mode = 'hurry' and wait_name is not null and wait_topic is not null and wait_snapshot is not null)),
+    or status = 'waiting' and wait_name is not null
+       and (wait_topic is null) = (wait_mode = 'sleep')
+       and (wait_snapshot is null) = (wait_mode <> 'hurry')),
   constraint task_compensates_towards_an_end check (
-    compensating in ('failed', 'canceled', 'dead'))
+    compensating = any ('{failed,canceled,dead}'))
 )
 -- A row triples while its steps are recorded, and a batch's old versions can only be pruned after its
 -- commit: with this much room on each page, 95 % of checkpoints stay HOT. Claims and
@@ -292,9 +290,24 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
 set jit = off set enable_seqscan = off
 set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
+declare
+  own   boolean;
+  asked boolean;
 begin
-  if cardinality(ids) > 1
-     and (select count(distinct i) from unnest(ids) i) < cardinality(ids) then
+  if cardinality(ids) = 1 then  -- the same without the arrays, which cost a lone item half its time
+    select coalesce(t.lease_token = tokens[1], false),
+           t.cancel_requested_at is not null and t.compensating is null
+    into own, asked
+    from leasetask.task t where t.id = ids[1] for no key update skip locked;
+    answers := array[
+      case when own then 'done'
+           when own is null and exists (select from leasetask.task t where t.id = ids[1]) then 'locked'
+           else 'lost' end];
+    held := array[coalesce(own, false)];
+    cancel := array[coalesce(asked, false)];
+    return;
+  end if;
+  if (select count(distinct i) from unnest(ids) i) < cardinality(ids) then
     raise exception 'leasetask: a batch holds at most one item per task'
       using errcode = 'LT004', hint = 'Merge the items of one task, or send them one after another.';
   end if;
@@ -779,10 +792,33 @@ as $$
 declare
   now_     timestamptz := leasetask.clock();
   took     record := leasetask.take(ids, tokens);
-  large    boolean[] := array(select pg_column_size(p.patch) > 2000 from unnest(patches) as p (patch));
+  names    text[];
+  large    boolean[];
   written  uuid[];
   outgrown uuid[];
 begin
+  if took.held = array[true] then
+    -- The same for a lone task whose state stays small: half the time of the general statement.
+    names := array(select jsonb_object_keys(patches[1]));
+    update leasetask.task t
+    set state = t.state || patches[1],
+        open_steps = t.open_steps - names,
+        compensations = t.compensations + coalesce(checkpoint.compensations[1], 0),
+        attempts = 1 - t.abandoned::int, swept = 0, suspect = false,
+        lease_until = case when t.abandoned then t.lease_until else now_ + lease end,
+        updated_at = now_
+    where t.id = ids[1] and pg_column_size(t.state || patches[1]) <= 2000
+      and not t.state ?| names
+      and (t.stored_steps = 0 or not exists (
+        select from leasetask.task_step s where s.task_id = t.id and s.name = any (names)));
+    if found then
+      ord := 1; answer := 'done'; cancel_requested := took.cancel[1];
+      return next;
+      return;
+    end if;
+  end if;
+
+  large := array(select pg_column_size(p.patch) > 2000 from unnest(patches) as p (patch));
   with w as (
     update leasetask.task t
     set state = case when i.large then t.state else t.state || i.patch end,
@@ -1142,11 +1178,10 @@ end $$;
 -- the mark, so whoever dies in between leaves it for the next worker.
 
 -- Called by anyone, in their own transaction; answers the signal's id. Wakes nobody by itself: it
--- is delivered after the commit, by the caller or by a worker. `sticky`: a latch, seen by everyone
--- who waits on the topic, now or later, until clear_signal. `notify`: tell an idle worker; not
--- needed by a caller that commits and delivers at once.
+-- is delivered after the commit, by a worker. `sticky`: a latch, seen by everyone who waits on the
+-- topic, now or later, until clear_signal.
 create or replace function leasetask.signal(
-  topic text, payload jsonb default null, sticky boolean default false, notify boolean default true
+  topic text, payload jsonb default null, sticky boolean default false
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
@@ -1155,10 +1190,31 @@ declare
 begin
   insert into leasetask.task_signal as s (topic, payload, sticky)
   values (signal.topic, signal.payload, signal.sticky) returning s.id into made;
-  if notify and exists (select from leasetask.idle_worker) then
+  if exists (select from leasetask.idle_worker) then
     perform pg_notify('leasetask', 'signal');
   end if;
   return made;
+end $$;
+
+-- The same for a caller whose transaction is this call alone, in READ COMMITTED, and who delivers the
+-- topic afterwards. Who waits already is woken by this very commit and not by a second one; `woken`
+-- counts them. Clears no mark: a waiter that commits at the same moment is for that delivery to find.
+create or replace function leasetask.signal_now(
+  topic text, payload jsonb default null, sticky boolean default false, out id bigint, out woken int
+)
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  insert into leasetask.task_signal as s (topic, payload, sticky)
+  values (signal_now.topic, signal_now.payload, signal_now.sticky) returning s.id into id;
+  begin
+    select p.woken into woken from leasetask.pair_topic(topic, 100) p;
+  exception when lock_not_available or serialization_failure then
+    woken := 0;
+  end;
+  if woken > 0 then
+    perform leasetask.wake();
+  end if;
 end $$;
 
 -- Ends a topic's latch; answers whether there was one.
@@ -1208,13 +1264,8 @@ as $$
 #variable_conflict use_column
 declare
   size    constant int := 100;
-  now_    timestamptz := leasetask.clock();
   marked  uuid[];
-  signals bigint[];
   fresh   bigint[];
-  latch   record;
-  waiters uuid[];
-  hurried uuid[];
 begin
   marked := array(
     select t.id from leasetask.task t
@@ -1224,23 +1275,45 @@ begin
     select s.id from leasetask.task_signal s
     where s.topic = deliver_topic.topic and s.undelivered
     order by s.id limit size for no key update nowait);
+  select p.woken, p.full_ into woken, again from leasetask.pair_topic(topic, size) p;
+  again := again or cardinality(fresh) >= size or cardinality(marked) >= size;
+  if woken = 0 or not again then
+    update leasetask.task t set undelivered = false where t.id = any (marked) and t.undelivered;
+    update leasetask.task_signal s set undelivered = false where s.id = any (fresh) and s.undelivered;
+  end if;
+end $$;
+
+-- Shared by deliver_topic and signal_now: gives what a topic has to those who wait, at most `size` of
+-- each sort; `full_` if there may be more.
+create or replace function leasetask.pair_topic(topic text, size int, out woken int, out full_ boolean)
+language plpgsql
+set search_path = pg_catalog, pg_temp set jit = off set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+  now_    timestamptz := leasetask.clock();
+  signals bigint[];
+  latch   record;
+  waiters uuid[];
+  hurried uuid[];
+begin
   signals := array(
     select s.id from leasetask.task_signal s
-    where s.topic = deliver_topic.topic and s.consumed_by is null and not s.sticky
+    where s.topic = pair_topic.topic and s.consumed_by is null and not s.sticky
     order by s.id limit size for no key update nowait);
   select s.id, s.payload into latch from leasetask.task_signal s
-  where s.topic = deliver_topic.topic and s.sticky order by s.id desc limit 1;
+  where s.topic = pair_topic.topic and s.sticky order by s.id desc limit 1;
   waiters := array(
     select t.id from leasetask.task t
-    where t.status = 'waiting' and t.wait_topic = deliver_topic.topic and t.wait_mode = 'signal'
+    where t.status = 'waiting' and t.wait_topic = pair_topic.topic and t.wait_mode = 'signal'
     order by t.waiting_since, t.id
     limit case when latch.id is null then cardinality(signals) else size end
     for no key update nowait);
   hurried := array(
     select t.id from leasetask.task t
-    where t.status = 'waiting' and t.wait_topic = deliver_topic.topic and t.wait_mode = 'hurry'
+    where t.status = 'waiting' and t.wait_topic = pair_topic.topic and t.wait_mode = 'hurry'
       and exists (select from leasetask.task_signal s
-                  where s.topic = deliver_topic.topic and s.xid >= pg_snapshot_xmin(t.wait_snapshot)
+                  where s.topic = pair_topic.topic and s.xid >= pg_snapshot_xmin(t.wait_snapshot)
                     and not pg_visible_in_snapshot(s.xid, t.wait_snapshot))
     order by t.waiting_since, t.id limit size for no key update nowait);
 
@@ -1274,12 +1347,7 @@ begin
   )
   select count(*)::int into woken from made_due;
 
-  again := cardinality(waiters) >= size or cardinality(hurried) >= size
-    or cardinality(fresh) >= size or cardinality(marked) >= size;
-  if woken = 0 or not again then
-    update leasetask.task t set undelivered = false where t.id = any (marked) and t.undelivered;
-    update leasetask.task_signal s set undelivered = false where s.id = any (fresh) and s.undelivered;
-  end if;
+  full_ := cardinality(waiters) >= size or cardinality(hurried) >= size;
 end $$;
 
 -- The topics that nobody has looked at since a signal or a waiter came to them. Workers ask once a

@@ -220,10 +220,10 @@ def signal(
         if payload is None
         else encode(payload, what=f"signal on {name_in_a_line(topic)}", limit=limit)
     )
-    sent = first((yield protocol.signal(topic, encoded, sticky, not outside)))
     if not outside:
+        yield protocol.signal(topic, encoded, sticky)
         return None
-    woken = 0
+    sent, woken = (yield protocol.signal_now(topic, encoded, sticky))[0]
     for _ in range(100):
         _, count, again = (yield protocol.deliver([topic]))[0]
         woken += count

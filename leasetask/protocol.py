@@ -211,9 +211,16 @@ def kind_is_declared(kind: str) -> Query:
     return Query("select exists (select from leasetask.kind where kind = %s)", (kind,))
 
 
-def signal(topic: str, payload: str | None, sticky: bool, notify: bool) -> Query:
-    """Rows: the signal's id. `notify`: no, if the caller is about to deliver it."""
-    return Query("select leasetask.signal(%s, %s::jsonb, %s, %s)", (topic, payload, sticky, notify))
+def signal(topic: str, payload: str | None, sticky: bool) -> Query:
+    """Rows: the signal's id."""
+    return Query("select leasetask.signal(%s, %s::jsonb, %s)", (topic, payload, sticky))
+
+
+def signal_now(topic: str, payload: str | None, sticky: bool) -> Query:
+    """Rows: the signal's id, and how many waiters it woke at once; `deliver` comes next."""
+    return Query(
+        "select id, woken from leasetask.signal_now(%s, %s::jsonb, %s)", (topic, payload, sticky)
+    )
 
 
 PAUSE = Query("select pg_sleep(0.01)")

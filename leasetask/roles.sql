@@ -36,7 +36,7 @@ grant execute on function
 grant leasetask_observer to leasetask_producer;
 grant execute on function
   leasetask.enqueue, leasetask.try_enqueue, leasetask.enqueue_many, leasetask.signal,
-  leasetask.clear_signal, leasetask.deliver, leasetask.cancel
+  leasetask.signal_now, leasetask.clear_signal, leasetask.deliver, leasetask.cancel
   to leasetask_producer;
 
 grant leasetask_producer to leasetask_worker;

@@ -128,7 +128,7 @@ def test_each_function_is_granted_to_somebody_or_is_a_helper(with_roles: Db) -> 
     """A function that is added is thought of in roles.sql."""
     helpers = {
         "answers", "backoff", "cancel_taken", "deliver_topic", "end_or_compensate", "error",
-        "hash_input", "new_id", "sweep_lease", "take", "wake",
+        "hash_input", "new_id", "pair_topic", "sweep_lease", "take", "wake",
     }  # fmt: skip
     rows = with_roles.execute("""
       select proname from pg_proc p where pronamespace = 'leasetask'::regnamespace

@@ -343,11 +343,30 @@ def a_timeout_replays_as_a_timeout(session: Session) -> None:
     assert session.task(id).state["next"]["signal"] is not None
 
 
+def a_signal_wakes_with_its_own_commit(session: Session) -> None:
+    """H28: outside a transaction it is given out at once, and looked at once more afterwards."""
+    id = session.wait("a")
+    session.deliver_all()
+    (sent,) = session.call("signal_now", topic="t", payload=7)
+    assert sent.woken == 1
+    assert session.task(id).state["wait"]["ok"] == 7
+    assert session.task(id).state["wait"]["signal"] == sent.id
+    assert list(session.call("undelivered_topics")[0]) == ["t"]
+    session.deliver_all()
+    assert session.call("undelivered_topics") == []
+    early = session.run("b")
+    (sent,) = session.call("signal_now", topic="u", payload=8)
+    assert sent.woken == 0
+    session.suspend(*early, "u")
+    session.deliver_all()
+    assert session.task(early[0]).state["wait"]["ok"] == 8
+
+
 def the_dead_leave_their_marks(session: Session) -> None:
     """H28: whoever dies between a commit and its delivery leaves it to the next worker's poll."""
     id = session.wait("a")
     session.deliver_all()
-    session.signal(notify=False)
+    session.signal()
     assert list(session.call("undelivered_topics")[0]) == ["t"]
     session.deliver_all()
     assert "ok" in session.task(id).state["wait"]
@@ -550,6 +569,7 @@ CHECKS: dict[str, Check] = {
         a_latch_serves_everyone,
         the_longest_waiter_is_served_first,
         a_timeout_replays_as_a_timeout,
+        a_signal_wakes_with_its_own_commit,
         the_dead_leave_their_marks,
         a_full_round_leaves_the_rest_to_the_next,
         an_early_signal_does_not_hurry,

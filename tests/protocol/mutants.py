@@ -64,18 +64,33 @@ def stops(says: str, program: Callable[[], Program]) -> Caught:
 SLEEPS = "sleeps beside a signal"
 TAKE_LOCK = "    for no key update of t skip locked\n  ) m on true;"
 HELD = "coalesce(t.lease_token = i.token, false) as held"
+LONE_LOCK = "from leasetask.task t where t.id = ids[1] for no key update skip locked;"
+LONE_HELD = "select coalesce(t.lease_token = tokens[1], false),"
+BATCHED = ("  if cardinality(ids) = 1 then  -- the same", "  if false then  -- the same")
+"""Lone items go the way of a batch, so that a story of one task tests that way."""
+BATCHED_CHECKPOINT = ("  if took.held = array[true] then", "  if false then")
 WAITERS_LOCK = "cardinality(signals) else size end\n    for no key update nowait);"
 
 MUTANTS = (
     # --- the twelve that the issue names ------------------------------------------------------
     Mutant(
         "no token check",
-        ((HELD, "true as held"),),
+        (BATCHED, (HELD, "true as held")),
+        story("heartbeat", checks.a_stale_token_is_refused),
+    ),
+    Mutant(
+        "no token check of a lone item",
+        ((LONE_HELD, "select true,"),),
         story("heartbeat", checks.a_stale_token_is_refused),
     ),
     Mutant(
         "token check without a lock",
-        ((TAKE_LOCK, "  ) m on true;"),),
+        (BATCHED, (TAKE_LOCK, "  ) m on true;")),
+        stops("", lambda: programs.the_holder_is_stopped_while_it_is_swept("checkpoint")),
+    ),
+    Mutant(
+        "token check of a lone item without a lock",
+        ((LONE_LOCK, "from leasetask.task t where t.id = ids[1];"),),
         stops("", lambda: programs.the_holder_is_stopped_while_it_is_swept("checkpoint")),
     ),
     Mutant(
@@ -164,12 +179,25 @@ MUTANTS = (
     ),
     Mutant(
         "two results of one task in one batch",
-        (("if cardinality(ids) > 1\n", "if false and cardinality(ids) > 1\n"),),
+        (
+            (
+                "if (select count(distinct i) from unnest(ids) i) < cardinality(ids) then",
+                "if false then",
+            ),
+        ),
         story("not refused with LT004", checks.a_batch_holds_one_item_per_task),
     ),
     Mutant(
         "a checkpoint that overwrites",
-        (("and not t.state ?| array(select jsonb_object_keys(i.patch))", "and true"),),
+        (
+            BATCHED_CHECKPOINT,
+            ("and not t.state ?| array(select jsonb_object_keys(i.patch))", "and true"),
+        ),
+        story("already", checks.a_recorded_step_never_changes),
+    ),
+    Mutant(
+        "a lone checkpoint that overwrites",
+        (("and not t.state ?| names", "and true"),),
         story("already", checks.a_recorded_step_never_changes),
     ),
     Mutant(
@@ -183,7 +211,12 @@ MUTANTS = (
     # --- and others ---------------------------------------------------------------------------
     Mutant(
         "a null token holds what is not running",
-        ((HELD, "t.lease_token is not distinct from i.token as held"),),
+        (BATCHED, (HELD, "t.lease_token is not distinct from i.token as held")),
+        story("heartbeat", checks.no_token_holds_nothing),
+    ),
+    Mutant(
+        "a null token holds a lone item that is not running",
+        ((LONE_HELD, "select t.lease_token is not distinct from tokens[1],"),),
         story("heartbeat", checks.no_token_holds_nothing),
     ),
     Mutant(
@@ -221,7 +254,25 @@ MUTANTS = (
     ),
     Mutant(
         "a stored step is not looked for",
-        (("and (t.stored_steps = 0 or not exists (", "and (true or not exists ("),),
+        (
+            BATCHED_CHECKPOINT,
+            (
+                "and not t.state ?| array(select jsonb_object_keys(i.patch))\n"
+                "      and (t.stored_steps = 0 or not exists (",
+                "and not t.state ?| array(select jsonb_object_keys(i.patch))\n"
+                "      and (true or not exists (",
+            ),
+        ),
+        story("", checks.a_recorded_step_never_changes),
+    ),
+    Mutant(
+        "a stored step is not looked for by a lone task",
+        (
+            (
+                "and not t.state ?| names\n      and (t.stored_steps = 0 or not exists (",
+                "and not t.state ?| names\n      and (true or not exists (",
+            ),
+        ),
         story("", checks.a_recorded_step_never_changes),
     ),
     Mutant(
@@ -304,12 +355,12 @@ MUTANTS = (
                 "  marked := '{}';\n",
             ),
             (
-                "  again := cardinality(waiters) >= size",
+                "  again := again or cardinality(fresh) >= size",
                 "  marked := array(\n"
                 "    select t.id from leasetask.task t\n"
                 "    where t.wait_topic = deliver_topic.topic and t.undelivered\n"
                 "    limit size for no key update nowait);\n"
-                "  again := cardinality(waiters) >= size",
+                "  again := again or cardinality(fresh) >= size",
             ),
         ),
         stops(
@@ -344,6 +395,25 @@ MUTANTS = (
             ),
         ),
         story("", checks.an_early_signal_does_not_hurry),
+    ),
+    Mutant(
+        "a signal that clears the mark before it commits",
+        (
+            (
+                "select p.woken into woken from leasetask.pair_topic(topic, 100) p;",
+                "select p.woken into woken from leasetask.deliver_topic(topic) p;",
+            ),
+        ),
+        stops(
+            SLEEPS,
+            lambda: programs.a_delivery_is_stopped(
+                "a suspension and its delivery",
+                0,
+                0,
+                mode="hurry",
+                stopped=(programs.signal_now, (*programs.SIGNAL_NOW, *programs.DELIVERY)),
+            ),
+        ),
     ),
     Mutant(
         "the newest waiter first",

@@ -40,6 +40,10 @@ def signal(session: Session, memory: Memory) -> int:
     return session.signal("t", {"paid": True})
 
 
+def signal_now(session: Session, memory: Memory) -> Any:
+    return session.call("signal_now", topic="t", payload={"paid": True})
+
+
 def deliver(session: Session, memory: Memory) -> Any:
     return session.deliver()
 
@@ -685,7 +689,8 @@ def a_retry_meets_the_prune(isolation: str, commits: bool) -> Program:
 # One actor stops before every statement of the named functions, and with `rows` at each row that a
 # statement looks at: its snapshot is taken and the row not yet locked. The others run in between.
 
-DELIVERY = ("deliver_topic",)
+DELIVERY = ("deliver_topic", "pair_topic")
+SIGNAL_NOW = ("signal_now", "pair_topic")
 
 
 def suspend_another(session: Session, memory: Memory) -> Any:
@@ -699,6 +704,7 @@ BESIDE_A_DELIVERY: dict[str, tuple[Step, ...]] = {
         suspend_another,
     ),
     "a suspension, then a signal": (suspend_another, signal),
+    "a suspension and its delivery": (in_turn(suspend_another, deliver),),
     "a cancel of the older waiter": (cancel,),
     "a claim of the older waiter": (claim,),
     "another delivery": (deliver,),
@@ -712,9 +718,19 @@ BESIDE_A_DELIVERY: dict[str, tuple[Step, ...]] = {
 
 
 def a_delivery_is_stopped(
-    beside: str, signals: int, waiters: int, *, mode: str = "signal", rows: bool = False
+    beside: str,
+    signals: int,
+    waiters: int,
+    *,
+    mode: str = "signal",
+    rows: bool = False,
+    stopped: tuple[Step, tuple[str, ...]] = (deliver, DELIVERY),
 ) -> Program:
-    """H28, decision 6: nothing that commits inside a delivery is slept over afterwards."""
+    """H28, decision 6: nothing that commits inside a delivery is slept over afterwards.
+
+    `stopped`: what delivers, and the functions in which it stops.
+    """
+    step, gates = stopped
 
     def begin(session: Session) -> Memory:
         memory: Memory = {"how": {}}
@@ -733,7 +749,7 @@ def a_delivery_is_stopped(
     return Program(
         f"deliver beside {beside}",
         (
-            Actor("deliverer", (deliver,), at=10, gates=DELIVERY, rows=rows),
+            Actor("deliverer", (step,), at=10, gates=gates, rows=rows),
             Actor("beside", BESIDE_A_DELIVERY[beside], at=10),
         ),
         begin,

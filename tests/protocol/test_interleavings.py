@@ -223,6 +223,19 @@ def test_a_delivery_is_stopped_everywhere(
     stopper.explore(programs.a_delivery_is_stopped(beside, signals, waiters, mode=mode, rows=rows))
 
 
+@pytest.mark.parametrize("mode", ["signal", "hurry"])
+@pytest.mark.parametrize("waiters", [0, 2])
+@pytest.mark.parametrize("beside", programs.BESIDE_A_DELIVERY)
+def test_a_signal_that_looks_before_its_commit_is_stopped_everywhere(
+    stopper: Explorer, beside: str, waiters: int, mode: str
+) -> None:
+    """H28: what a signal hands out in its own transaction takes nothing from its delivery."""
+    if not waiters and "older waiter" in beside:
+        pytest.skip("there is none")
+    how = programs.signal_now, programs.SIGNAL_NOW
+    stopper.explore(programs.a_delivery_is_stopped(beside, 0, waiters, mode=mode, stopped=how))
+
+
 def test_a_delivery_meets_a_waiter_that_now_waits_elsewhere(stopper: Explorer) -> None:
     """H02, decision 6: a signal of one topic never becomes the result of a wait on another."""
     stopper.explore(programs.a_delivery_meets_a_waiter_that_moves_on())
