@@ -158,7 +158,7 @@ create index if not exists task_deadline
   on leasetask.task (deadline) where status in ('pending', 'waiting') and deadline is not null;
 -- deliver: the waiters of a topic, longest first; and those nobody has looked at.
 create index if not exists task_waiting_for_topic
-  on leasetask.task (wait_topic, waiting_since) where status = 'waiting' and wait_topic is not null;
+  on leasetask.task (wait_topic, waiting_since) where wait_topic is not null;
 create index if not exists task_undelivered
   on leasetask.task (wait_topic) where undelivered;
 -- prune and stats: the finished ones by age.
@@ -1259,7 +1259,9 @@ end $$;
 -- locks, so a row that changed meanwhile is judged as it now is. Marks stay while a round is full.
 create or replace function leasetask.deliver_topic(topic text, out woken int, out again boolean)
 language plpgsql
-set search_path = pg_catalog, pg_temp set jit = off set enable_seqscan = off
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -1287,7 +1289,9 @@ end $$;
 -- each sort; `full_` if there may be more.
 create or replace function leasetask.pair_topic(topic text, size int, out woken int, out full_ boolean)
 language plpgsql
-set search_path = pg_catalog, pg_temp set jit = off set enable_seqscan = off
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
+set jit = off set enable_seqscan = off
+set enable_nestloop = on set enable_hashjoin = off set enable_mergejoin = off
 as $$
 #variable_conflict use_column
 declare
@@ -1305,13 +1309,13 @@ begin
   where s.topic = pair_topic.topic and s.sticky order by s.id desc limit 1;
   waiters := array(
     select t.id from leasetask.task t
-    where t.status = 'waiting' and t.wait_topic = pair_topic.topic and t.wait_mode = 'signal'
+    where t.wait_topic = pair_topic.topic and t.wait_mode = 'signal'
     order by t.waiting_since, t.id
     limit case when latch.id is null then cardinality(signals) else size end
     for no key update nowait);
   hurried := array(
     select t.id from leasetask.task t
-    where t.status = 'waiting' and t.wait_topic = pair_topic.topic and t.wait_mode = 'hurry'
+    where t.wait_topic = pair_topic.topic and t.wait_mode = 'hurry'
       and exists (select from leasetask.task_signal s
                   where s.topic = pair_topic.topic and s.xid >= pg_snapshot_xmin(t.wait_snapshot)
                     and not pg_visible_in_snapshot(s.xid, t.wait_snapshot))

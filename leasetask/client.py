@@ -223,6 +223,8 @@ def signal(
     if not outside:
         yield protocol.signal(topic, encoded, sticky)
         return None
+    sent: int
+    woken: int
     sent, woken = (yield protocol.signal_now(topic, encoded, sticky))[0]
     for _ in range(100):
         _, count, again = (yield protocol.deliver([topic]))[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -45,7 +45,9 @@ def encode(value: object, type_: Any = Any, *, what: str, limit: int = DEFAULT_L
         except Exception as error:  # also whatever a type's own constructor raises
             raise PayloadError(f"{what} does not fit {_name(type_)}: {error}") from error
     try:
-        encoded = msgspec.json.encode(_exact(plain, "$", what, type_ is not Any))
+        encoded = msgspec.json.encode(_exact(plain, type_ is not Any))
+    except _Inexact as error:
+        raise PayloadError(f"{what}: {error}") from error
     except RecursionError as error:
         raise PayloadError(f"{what} is nested too deeply") from error
     if len(encoded) > limit:
@@ -115,8 +117,8 @@ def fingerprint(args: tuple[object, ...], kwargs: dict[str, object]) -> str | No
     if not args and not kwargs:
         return None
     try:
-        plain = _exact([list(args), kwargs], "$", "arguments", True)
-    except (PayloadError, RecursionError):
+        plain = _exact([list(args), kwargs], True)
+    except (_Inexact, RecursionError):
         return None
     encoded = msgspec.json.encode(plain, order="deterministic")
     return hashlib.blake2b(encoded, digest_size=6).hexdigest()
@@ -156,60 +158,81 @@ def annotation_of(function: Callable[..., Any], name: str = "return") -> Any:
     return type(None) if hint is None else hint
 
 
-def _exact(value: object, path: str, what: str, typed: bool) -> object:
+class _Inexact(Exception):
+    """A part of a value that JSON or jsonb would change; gathers its path on the way out."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.path: list[object] = []
+
+    def __str__(self) -> str:
+        return f"${''.join(_below(part) for part in reversed(self.path))} {self.reason}"
+
+
+def _exact(value: object, typed: bool) -> object:
     """Return `value` as jsonb will give it back; refuse what jsonb or JSON would change.
 
     `typed`: an annotation makes tuples of lists again.
     """
     kind = type(value)
     if kind is str:
-        return _exact_text(value, path, what)  # type: ignore[arg-type]  # narrowed by `kind`
+        return _exact_text(value)  # type: ignore[arg-type]  # narrowed by `kind`
     if value is None or kind is bool or kind is int:
         return value
     if kind is float:
-        return _exact_float(value, path, what)  # type: ignore[arg-type]  # narrowed by `kind`
-    if kind is list or (kind is tuple and typed):
-        return [_exact(item, f"{path}[{i}]", what, typed) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]  # narrowed by `kind`
+        return _exact_float(value)  # type: ignore[arg-type]  # narrowed by `kind`
     if kind is dict:
-        return {
-            _exact_key(key, path, what): _exact(item, _below(path, key), what, typed)
-            for key, item in value.items()  # type: ignore[attr-defined]  # narrowed by `kind`
-        }
-    raise PayloadError(
-        f"{what}: {path} is a {kind.__name__}, which JSON would change; "
+        return _exact_parts(value.items(), typed, _exact_key)  # type: ignore[attr-defined]  # narrowed by `kind`
+    if kind is list or (kind is tuple and typed):
+        return list(_exact_parts(enumerate(value), typed, int).values())  # type: ignore[arg-type]  # narrowed by `kind`
+    raise _Inexact(
+        f"is a {kind.__name__}, which JSON would change; "
         "annotate the parameter or result with its type, or convert it to plain JSON"
     )
 
 
-def _below(path: str, key: object) -> str:
-    """Return the path of an entry, on one line however odd its key is."""
-    return (
-        f"{path}.{key}" if isinstance(key, str) and key.isidentifier() else f"{path}[{key!r:.60}]"
-    )
+def _exact_parts(
+    parts: Iterable[tuple[Any, object]], typed: bool, exact_key: Callable[[Any], Any]
+) -> dict[Any, object]:
+    made = {}
+    for key, item in parts:
+        name = exact_key(key)
+        try:
+            made[name] = _exact(item, typed)
+        except _Inexact as error:
+            error.path.append(key)
+            raise
+    return made
 
 
-def _exact_text(value: str, path: str, what: str) -> str:
+def _below(part: object) -> str:
+    """Return a part of a path, on one line however odd a key is."""
+    if isinstance(part, int):
+        return f"[{part}]"
+    return f".{part}" if isinstance(part, str) and part.isidentifier() else f"[{part!r:.60}]"
+
+
+def _exact_text(value: str) -> str:
     if "\x00" in value:
-        raise PayloadError(f"{what}: {path} holds a NUL character, which PostgreSQL cannot store")
+        raise _Inexact("holds a NUL character, which PostgreSQL cannot store")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise PayloadError(
-                f"{what}: {path} holds a lone surrogate, which is not text"
-            ) from error
+            raise _Inexact("holds a lone surrogate, which is not text") from error
     return value
 
 
-def _exact_key(key: object, path: str, what: str) -> str:
+def _exact_key(key: object) -> str:
     if type(key) is not str:
-        raise PayloadError(f"{what}: {path} has the key {key!r}; JSON's keys are text")
-    return _exact_text(key, path, what)
+        raise _Inexact(f"has the key {key!r}; JSON's keys are text")
+    return _exact_text(key)
 
 
-def _exact_float(value: float, path: str, what: str) -> float | int:
+def _exact_float(value: float) -> float | int:
     if not math.isfinite(value):
-        raise PayloadError(f"{what}: {path} is {value}, which JSON cannot hold")
+        raise _Inexact(f"is {value}, which JSON cannot hold")
     # jsonb gives 1e16 back as an integer and -0.0 as 0.0: so does the first run.
     if value == 0:
         return 0.0

@@ -374,9 +374,9 @@ MUTANTS = (
         "waiters chosen first and locked afterwards",
         (
             (
-                "  waiters := array(\n    select t.id from leasetask.task t\n    where t.status",
+                "  waiters := array(\n    select t.id from leasetask.task t\n    where t.wait_topic",
                 "  waiters := array(\n    select z.id from leasetask.task z where z.id = any (array("
-                "\n    select t.id from leasetask.task t\n    where t.status",
+                "\n    select t.id from leasetask.task t\n    where t.wait_topic",
             ),
             (WAITERS_LOCK, WAITERS_LOCK.replace("\n    for", "))\n    for")),
         ),
