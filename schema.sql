@@ -58,14 +58,16 @@ create table if not exists leasetask.schema_version (
 
 -- The constraints are worded to be short: the server reads the text of each again for every statement
 -- that writes a row, which for a lone one cost as much as the write.
+-- What is indexed is collated "C": a new version of the system's library, which may sort differently,
+-- then breaks no index, least of all the one that keeps keys unique.
 -- In the order in which columns change: an update logs all that lies between the first and the last
 -- byte that differ, so what a heartbeat or checkpoint changes stands together at the end.
 create table if not exists leasetask.task (
   -- what it is
   id                   uuid primary key,
-  kind                 text not null,
+  kind                 text collate "C" not null,
   handler_version      int not null,
-  idempotency_key      text not null,
+  idempotency_key      text collate "C" not null,
   input                jsonb not null,
   created_at           timestamptz not null default leasetask.clock(),
   trace                text,                         -- W3C traceparent of its enqueue
@@ -95,7 +97,7 @@ create table if not exists leasetask.task (
   wait_mode            text,                         -- sleep, signal (consumes one) or hurry (wait_for: consumes none)
   wait_name            text,                         -- the step that the wait will be recorded as
   wait_seq             int,                          -- the `n` of that record
-  wait_topic           text,
+  wait_topic           text collate "C",
   wait_until           timestamptz,
   wait_snapshot        pg_snapshot,                  -- hurry: signals that it sees were known before the check
   waiting_since        timestamptz,
@@ -104,7 +106,7 @@ create table if not exists leasetask.task (
   status               text not null default 'pending',
   runs                 int not null default 0,       -- claims since enqueue
   claimed_at           timestamptz,
-  lease_owner          text,
+  lease_owner          text collate "C",
   lease_token          uuid,
   released_token       uuid,                         -- the last lease that its own worker ended
   abandoned            boolean not null default false, -- left in a thread at shutdown: the sweep does not charge it
@@ -171,14 +173,14 @@ create index if not exists task_dead_letter
 -- Where recorded steps go when `state` grows: rewriting it whole would make long tasks quadratic.
 create table if not exists leasetask.task_step (
   task_id  uuid not null references leasetask.task (id) on delete cascade,
-  name     text not null,
+  name     text collate "C" not null,
   record   jsonb not null,
   primary key (task_id, name)
 );
 
 create table if not exists leasetask.task_signal (
   id           bigserial primary key,
-  topic        text not null,
+  topic        text collate "C" not null,
   payload      jsonb,
   created_at   timestamptz not null default leasetask.clock(),
   consumed_by  uuid,
@@ -211,7 +213,7 @@ create index if not exists signal_of_topic
 -- What workers have declared: gives SQL callers a kind's policy and newest version, and makes tasks
 -- that nobody can run visible.
 create table if not exists leasetask.kind (
-  kind             text not null,
+  kind             text collate "C" not null,
   version          int not null,
   priority         smallint not null,
   max_attempts     int not null,
@@ -227,7 +229,7 @@ create table if not exists leasetask.kind (
 
 -- Processes whose leases ran out, with how many they held: one found alone later was not alone.
 create table if not exists leasetask.lost_owner (
-  owner       text primary key,
+  owner       text collate "C" primary key,
   held        int not null,
   noticed_at  timestamptz not null
 );
@@ -235,7 +237,7 @@ create table if not exists leasetask.lost_owner (
 -- Workers that sleep until they are notified. While it is empty nobody pays for NOTIFY, which makes
 -- commits wait for each other.
 create unlogged table if not exists leasetask.idle_worker (
-  owner  text primary key,
+  owner  text collate "C" primary key,
   since  timestamptz not null
 );
 
