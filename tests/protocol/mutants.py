@@ -79,18 +79,8 @@ MUTANTS = (
         story("heartbeat", checks.a_stale_token_is_refused),
     ),
     Mutant(
-        "no token check of a lone item",
-        ((LONE_HELD, "select true,"),),
-        story("heartbeat", checks.a_stale_token_is_refused),
-    ),
-    Mutant(
         "token check without a lock",
         (BATCHED, (TAKE_LOCK, "  ) m on true;")),
-        stops("", lambda: programs.the_holder_is_stopped_while_it_is_swept("checkpoint")),
-    ),
-    Mutant(
-        "token check of a lone item without a lock",
-        ((LONE_LOCK, "from leasetask.task t where t.id = ids[1];"),),
         stops("", lambda: programs.the_holder_is_stopped_while_it_is_swept("checkpoint")),
     ),
     Mutant(
@@ -196,11 +186,6 @@ MUTANTS = (
         story("already", checks.a_recorded_step_never_changes),
     ),
     Mutant(
-        "a lone checkpoint that overwrites",
-        (("and not t.state ?| names", "and true"),),
-        story("already", checks.a_recorded_step_never_changes),
-    ),
-    Mutant(
         "a heartbeat without skip locked",
         ((TAKE_LOCK, TAKE_LOCK.replace(" skip locked", "")),),
         orders(
@@ -213,6 +198,21 @@ MUTANTS = (
         "a null token holds what is not running",
         (BATCHED, (HELD, "t.lease_token is not distinct from i.token as held")),
         story("heartbeat", checks.no_token_holds_nothing),
+    ),
+    Mutant(
+        "no token check of a lone item",
+        ((LONE_HELD, "select true,"),),
+        story("heartbeat", checks.a_stale_token_is_refused),
+    ),
+    Mutant(
+        "token check of a lone item without a lock",
+        ((LONE_LOCK, "from leasetask.task t where t.id = ids[1];"),),
+        stops("", lambda: programs.the_holder_is_stopped_while_it_is_swept("checkpoint")),
+    ),
+    Mutant(
+        "a lone checkpoint that overwrites",
+        (("and not t.state ?| names", "and true"),),
+        story("already", checks.a_recorded_step_never_changes),
     ),
     Mutant(
         "a null token holds a lone item that is not running",
