@@ -21,7 +21,7 @@ import pytest
 from conftest import SOAK
 from support import APPS, Ledger, Nursery, enqueue, is_alive, wait_for_end, wait_until
 
-KILLS = 1000 if SOAK else 25
+KILLS = 1000 if SOAK else 50
 FRESH = 3
 """New tasks for each worker: what the one before held may be leased, or suspect, for a while."""
 
