@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo check soak long fuzz bench bench-quick clean
+.PHONY: test demo check soak long fuzz versions bench bench-quick clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ fuzz: $(READY)
 # Every test with its full numbers: hours.
 long: $(READY)
 	LEASETASK_SOAK=1 $(BIN)/pytest -n 2
+
+# The tests on other versions of PostgreSQL, whose binaries npm has.
+versions: $(READY)
+	for version in $(or $(VERSIONS),14 16 17); do .ci/on-postgres $$version $(BIN)/pytest -n 4 || exit 1; done
 
 bench: $(READY)
 	$(BIN)/python -m bench full

@@ -14,11 +14,18 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import psycopg
-from psycopg_pool import AsyncConnectionPool, ConnectionPool
+from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 from leasetask import client, hosts, protocol, registry
-from leasetask.connection import CONNECT_TIMEOUT, dsn_or_environment, unavailable
-from leasetask.errors import ConfigurationError, LeaseTaskError
+from leasetask.connection import (
+    CONNECT_TIMEOUT,
+    dsn_or_environment,
+    is_disconnect,
+    lost_meanwhile,
+    speaks,
+    unavailable,
+)
+from leasetask.errors import ConfigurationError, DatabaseUnavailable, LeaseTaskError
 from leasetask.model import Enqueued, Retry, TaskView
 from leasetask.payload import DEFAULT_LIMIT
 from leasetask.protocol import KindPolicy, Query
@@ -542,8 +549,14 @@ class App:
     ) -> client.T:
         if conn is not None:
             return client.run(call, _on(conn), task_id)
-        with self._opened_pool().connection() as own:
-            return client.run(call, _on(own), task_id)
+        try:
+            with self._opened_pool().connection() as own:
+                return client.run(call, _on(own), task_id)
+        except psycopg.Error as error:
+            lost = self._lost(error)
+            if lost is None:
+                raise
+            raise lost from error
 
     async def _call_async(
         self,
@@ -553,13 +566,24 @@ class App:
     ) -> client.T:
         if conn is not None:
             return await client.run_async(call, _on_async(conn), task_id)
-        async with (await self._opened_async_pool()).connection() as own:
-            return await client.run_async(call, _on_async(own), task_id)
+        try:
+            async with (await self._opened_async_pool()).connection() as own:
+                return await client.run_async(call, _on_async(own), task_id)
+        except psycopg.Error as error:
+            lost = self._lost(error)
+            if lost is None:
+                raise
+            raise lost from error
+
+    def _lost(self, error: psycopg.Error) -> DatabaseUnavailable | None:
+        if isinstance(error, PoolTimeout):
+            return unavailable(self.dsn, error)
+        return lost_meanwhile(self.dsn, error) if is_disconnect(error) else None
 
     def _opened_pool(self) -> ConnectionPool[psycopg.Connection[Any]]:
         with self._lock:
             if self._pool is None:
-                pool = ConnectionPool(self.dsn, open=False, **_POOL)
+                pool = ConnectionPool(self.dsn, open=False, check=_check, **_POOL)
                 try:
                     # One connection by hand first: its error says why, the pool's only that.
                     psycopg.Connection.connect(self.dsn, connect_timeout=CONNECT_TIMEOUT).close()
@@ -579,7 +603,9 @@ class App:
                 await probe.close()
             except psycopg.Error as error:
                 raise unavailable(self.dsn, error) from error
-            pool: AsyncConnectionPool[Any] = AsyncConnectionPool(self.dsn, open=False, **_POOL)
+            pool: AsyncConnectionPool[Any] = AsyncConnectionPool(
+                self.dsn, open=False, check=_check_async, **_POOL
+            )
             await pool.open()
             self._async_pools[loop] = pool
         return self._async_pools[loop]
@@ -594,8 +620,20 @@ class App:
 _POOL: dict[str, Any] = {
     "min_size": 0,
     "max_size": 8,
+    "timeout": 10.0,
     "kwargs": {"autocommit": True, "application_name": "leasetask", "prepare_threshold": None},
 }
+
+
+def _check(conn: psycopg.Connection[Any]) -> None:
+    """Refuse a pooled connection that the server has left; costs no statement."""
+    if speaks(conn):
+        ConnectionPool.check_connection(conn)
+
+
+async def _check_async(conn: psycopg.AsyncConnection[Any]) -> None:
+    if speaks(conn):
+        await AsyncConnectionPool.check_connection(conn)
 
 
 def _on(conn: Any) -> Callable[[Query], client.Rows]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,17 +39,21 @@ class InTransaction:
     def block(self, run: Run) -> tuple[Any, Ack]:
         """Run it in the handler's thread."""
         token = in_body.set(True)
+        run.doing[self.work.name] = time.monotonic()
         try:
             return transactions.run_blocking(run, self.work)
         finally:
+            run.doing.pop(self.work.name, None)
             in_body.reset(token)
 
     async def wait(self, run: Run) -> tuple[Any, Ack]:
         """Run it in the event loop."""
         token = in_body.set(True)
+        run.doing[self.work.name] = time.monotonic()
         try:
             return await transactions.run_awaiting(run, self.work)
         finally:
+            run.doing.pop(self.work.name, None)
             in_body.reset(token)
 
 

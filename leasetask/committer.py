@@ -64,7 +64,7 @@ class Committer:
         """
         self._unacked[run] += 1
         try:
-            return await asyncio.shield(self._add(run, request))
+            return await self._add(run, request)
         finally:
             self._unacked[run] -= 1
             if not self._unacked[run]:

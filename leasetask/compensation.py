@@ -24,7 +24,8 @@ def compensate(
     check_name(run, name)
     record = run.journal.ask(REGISTERED + name)
     if record is None:
-        yield Gate(REGISTERED + name)
+        if not run.journal.complete:
+            yield Gate(REGISTERED + name)
         run.check_usable()
         number = run.journal.next_number()
         yield Send(Checkpoint({REGISTERED + name: to_json({"n": number, "compensate": True})}, 1))

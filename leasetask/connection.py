@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import select
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -131,6 +132,23 @@ def unavailable(dsn: str, error: Exception) -> DatabaseUnavailable:
     """Say in one line why a server could not be reached; the password is left out."""
     reason = " ".join(str(error).split())
     return DatabaseUnavailable(f"no connection to PostgreSQL ({place(dsn)}): {reason}")
+
+
+def lost_meanwhile(dsn: str, error: Exception) -> DatabaseUnavailable:
+    """Say in one line that a call's connection was lost before its answer came."""
+    reason = " ".join(str(error).split())
+    return DatabaseUnavailable(
+        f"the connection to PostgreSQL ({place(dsn)}) was lost before the answer came: {reason}; "
+        "the call may have taken effect: repeat it (an enqueue with a key finds its task again)"
+    )
+
+
+def speaks(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Whether an idle connection has something to say: mostly that the server has gone."""
+    try:
+        return bool(select.select([conn.pgconn.socket], [], [], 0)[0])
+    except (ValueError, psycopg.OperationalError):
+        return True  # more files open than select can name, or no socket any more
 
 
 def place(dsn: str) -> str:

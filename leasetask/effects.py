@@ -76,7 +76,8 @@ def effect(
     else:
         if run.journal.open_step(name).get("compensate"):
             # It may have happened: also on the way to compensations that must be found out first.
-            yield Gate(name)
+            if not run.journal.complete:
+                yield Gate(name)
             run.check_usable()
         else:
             yield from start(run, name, options.inserted)

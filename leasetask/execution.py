@@ -144,6 +144,8 @@ def _run_handler(run: Run, value: Any) -> Outcome:
 
 
 def _traced(run: Run) -> AbstractContextManager[Any]:
+    if not run.traced:
+        return telemetry.UNTRACED
     attributes = {"leasetask.attempt": run.attempt, "leasetask.run": run.claimed.runs}
     return telemetry.processing(run.claimed.kind, run.claimed.id, run.claimed.trace, attributes)
 

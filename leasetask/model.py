@@ -98,7 +98,9 @@ class TaskView:
 
     Attributes:
         steps: names of the recorded steps, in their order.
-        current_step: what it does now or did last: a step begun and not recorded, or its wait.
+        current_step: what it does now or did last: a step begun and not recorded, or its wait. Of a
+            plain step the server learns with the next heartbeat.
+        step_since: when that step began, where a heartbeat has told.
         attempts: claims since the last progress.
         runs: claims since enqueue.
         next_run_at: when it is due; None for a wait without end.
@@ -118,6 +120,7 @@ class TaskView:
     last_error: dict[str, Any] | None
     steps: list[str]
     current_step: str | None
+    step_since: datetime | None
     progress: dict[str, Any] | None
     wait_topic: str | None
     next_run_at: datetime | None

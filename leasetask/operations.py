@@ -96,20 +96,18 @@ async def tell_async(run: Run, what: str, name: str) -> None:
 
 @dataclass(slots=True)
 class Gate:
-    """Lets the body of an unrecorded step start once all that is recorded was asked for."""
+    """Holds the body of an unrecorded step until all that is recorded was asked for."""
 
     name: str
 
     def block(self, run: Run) -> None:
         """A sync handler has one branch: what it has not asked for by now, it will not."""
-        if not run.journal.complete:
-            raise run.journal.accusation(self.name)
+        raise run.journal.accusation(self.name)
 
     async def wait(self, run: Run) -> None:
         """Other branches may still ask."""
-        if not run.journal.complete:
-            assert run.branches is not None
-            await run.branches.gate(self.name)
+        assert run.branches is not None
+        await run.branches.gate(self.name)
 
 
 @dataclass(slots=True)
@@ -125,6 +123,7 @@ class Body:
     def block(self, run: Run) -> Any:
         """A thread cannot be stopped: the executor looks at `times_out_at` from outside."""
         token = in_body.set(True)
+        run.doing[self.name] = time.monotonic()
         outer = run.times_out_at
         if self.timeout is not None:
             run.times_out_at = min(outer or float("inf"), time.monotonic() + self.timeout)
@@ -136,11 +135,13 @@ class Body:
             return value
         finally:
             run.times_out_at = outer
+            run.doing.pop(self.name, None)
             in_body.reset(token)
 
     async def wait(self, run: Run) -> Any:
         """A `def` body runs in the event loop, as any function that a coroutine calls."""
         token = in_body.set(True)
+        run.doing[self.name] = time.monotonic()
         try:
             await tell_async(run, "before the body of", self.name)
             with telemetry.step(self.name):
@@ -150,6 +151,7 @@ class Body:
             await tell_async(run, "after the body of", self.name)
             return value
         finally:
+            run.doing.pop(self.name, None)
             in_body.reset(token)
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, get_type_hints
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -149,13 +150,24 @@ def annotation_of(function: Callable[..., Any], name: str = "return") -> Any:
     if not getattr(target, "__annotations__", None):
         return Any
     try:
-        hint = get_type_hints(target, include_extras=True).get(name, Any)
+        hint = _hints_of(getattr(target, "__func__", target)).get(name, Any)
     except NameError as error:
         raise ConfigurationError(
             f"the annotations of {getattr(target, '__qualname__', target)} cannot be read: {error}; "
             "define the type at the top of its module"
         ) from error
     return type(None) if hint is None else hint
+
+
+_known_hints: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+
+def _hints_of(target: Any) -> dict[str, Any]:
+    """Evaluate a function's annotations, which takes as long as the rest of a step, once."""
+    hints = _known_hints.get(target)
+    if hints is None:
+        hints = _known_hints[target] = get_type_hints(target, include_extras=True)
+    return hints
 
 
 class _Inexact(Exception):

@@ -254,17 +254,32 @@ def resolve(task_id: str, step: str, done: str | None) -> Query:
     return Query("select leasetask.resolve(%s::uuid, %s, %s::text::jsonb)", (task_id, step, done))
 
 
-_VIEW: LiteralString = """
+# What a running task does, as its worker's last heartbeat told; not what has been recorded since.
+_TOLD: LiteralString = """
+left join lateral (
+  select p.step, to_timestamp((t.progress ->> 'since')::float8) as since
+  from (select t.progress ->> 'step') as p (step)
+  where t.status = 'running' and leasetask.recorded_steps(t.id, array[p.step]) = '{}') told on true"""
+
+# What the handler itself says.
+_PROGRESS: LiteralString = (
+    "case when t.progress ? 'fraction' then t.progress - array['step', 'since'] end"
+)
+
+_STEP: LiteralString = (
+    "coalesce(t.wait_name, told.step, (select o.key from jsonb_each(t.open_steps) o limit 1))"
+)
+
+_VIEW: LiteralString = f"""
 select t.id::text, t.kind, t.handler_version, t.idempotency_key, t.status, t.priority, t.attempts,
   t.max_attempts, t.runs, t.input, t.result, t.last_error,
   array(select r.key from jsonb_each(leasetask.recorded_steps(t.id)) r
         order by (r.value ->> 'n')::int) as steps,
-  coalesce(t.wait_name, (select o.key from jsonb_each(t.open_steps) o limit 1)) as current_step,
-  t.progress, t.wait_topic,
+  {_STEP} as current_step, told.since, {_PROGRESS}, t.wait_topic,
   case when t.next_run_at < 'infinity' then t.next_run_at end as next_run_at, t.lease_owner,
   t.lease_until, t.deadline, t.cancel_requested_at, t.cancel_reason, t.created_at, t.updated_at,
   t.finished_at
-from leasetask.task t where t.id = %s::uuid"""
+from leasetask.task t {_TOLD} where t.id = %s::uuid"""
 
 
 def get(task_id: str) -> Query:
@@ -614,6 +629,7 @@ class Running(NamedTuple):
     lease_left: float
     attempts: int
     step: str | None
+    step_for: float | None
     progress: dict[str, Any] | None
 
 
@@ -667,11 +683,11 @@ def list_tasks(by: Filters, n: int) -> Query:
 def running(n: int) -> Query:
     """Rows: `Running`, the longest first."""
     return Query(
-        "select id::text, kind, handler_version, lease_owner, "
-        "extract(epoch from leasetask.clock() - claimed_at)::float8, "
-        "extract(epoch from lease_until - leasetask.clock())::float8, attempts, "
-        "(select o.key from jsonb_each(open_steps) o limit 1), progress "
-        "from leasetask.task where status = 'running' order by claimed_at limit %s",
+        "select t.id::text, t.kind, t.handler_version, t.lease_owner, "
+        "extract(epoch from leasetask.clock() - t.claimed_at)::float8, "
+        "extract(epoch from t.lease_until - leasetask.clock())::float8, t.attempts, "
+        f"{_STEP}, extract(epoch from leasetask.clock() - told.since)::float8, {_PROGRESS} "
+        f"from leasetask.task t {_TOLD} where t.status = 'running' order by t.claimed_at limit %s",
         (n,),
     )
 

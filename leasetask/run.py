@@ -127,10 +127,14 @@ class Run:
     unwound: bool = False
     compensations: list[Compensation] = field(default_factory=list)
     attempt: int = 1
+    traced: bool = False
     branches: Branches | None = None
     interrupt: Callable[[], object] | None = None
     interrupted: bool = False
-    _progress: str | None = None
+    doing: dict[str, float] = field(default_factory=dict)
+    """Bodies under way, with the local monotonic time at which each began."""
+    _progress: dict[str, Any] = field(default_factory=dict)
+    _told: dict[str, Any] = field(default_factory=dict)
 
     # --- told by heartbeat, committer and worker -------------------------------------------
 
@@ -171,15 +175,19 @@ class Run:
         self.times_out_at = None if seconds is None else time.monotonic() + seconds
 
     def take_progress(self) -> str | None:
-        """Return the progress not sent yet, as JSON."""
-        progress, self._progress = self._progress, None
-        return progress
+        """Return, as JSON, how far it is and what it does, if that has not been sent yet."""
+        news = dict(self._progress)
+        for name, began in list(self.doing.items())[:1]:
+            news |= {"step": name, "since": round(self.server_time(began), 3)}
+        if news == self._told:
+            return None
+        self._told = news
+        return msgspec.json.encode(news).decode()
 
     def report_progress(self, fraction: float | None, message: str | None) -> None:
         """Keep the newest progress for the next heartbeat."""
-        self._progress = msgspec.json.encode(
-            {"fraction": fraction, "message": None if message is None else printable(message, 1000)}
-        ).decode()
+        message = None if message is None else printable(message, 1000)
+        self._progress = {"fraction": fraction, "message": message}
 
     # --- asked by verbs ------------------------------------------------------------------------
 

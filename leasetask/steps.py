@@ -85,12 +85,13 @@ def check_name(run: Run, name: str) -> None:
         raise ConfigurationError(f"step {name!r}: a step's body may not use verbs of its context")
     if not name or name.startswith((REGISTERED, COMPENSATED)):
         raise ConfigurationError(f"{name!r} cannot be a step's name")
-    encode(name, what="a step's name")  # text that JSON and PostgreSQL can keep
+    if not (isinstance(name, str) and name.isascii() and name.isprintable()):
+        encode(name, what="a step's name")  # text that JSON and PostgreSQL can keep
 
 
 def start(run: Run, name: str, inserted: bool) -> Verb[None]:
     """Let an unrecorded step begin, or say why it may not."""
-    if not inserted:
+    if not inserted and not run.journal.complete:
         yield Gate(name)
     run.check_startable()
 

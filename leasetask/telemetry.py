@@ -26,6 +26,9 @@ except ImportError:
     AVAILABLE = False
 
 
+UNTRACED: AbstractContextManager[Any] = nullcontext()
+
+
 class Ended(NamedTuple):
     """How one run of a task ended.
 
@@ -42,10 +45,15 @@ class Ended(NamedTuple):
     waited: float
 
 
+def is_set_up() -> bool:
+    """Whether the program has set tracing up."""
+    return _tracer() is not None
+
+
 def sending(kind: str) -> AbstractContextManager[str | None]:
     """Trace an enqueue; gives the traceparent to store with the task, None without a trace."""
     tracer = _tracer()
-    return nullcontext() if tracer is None else _sending(tracer, kind)
+    return UNTRACED if tracer is None else _sending(tracer, kind)
 
 
 def processing(
@@ -54,7 +62,7 @@ def processing(
     """Trace a run of a task, as a child of its enqueue."""
     tracer = _tracer()
     if tracer is None:
-        return nullcontext()
+        return UNTRACED
     carrier = {} if traceparent is None else {"traceparent": traceparent}
     return _span(
         tracer,
@@ -66,9 +74,10 @@ def processing(
 
 
 def step(name: str) -> AbstractContextManager[Any]:
-    """Trace the body of a step."""
-    tracer = _tracer()
-    return nullcontext() if tracer is None else _span(tracer, f"step {name}")
+    """Trace the body of a step, where its run is traced."""
+    if not AVAILABLE or not trace.get_current_span().is_recording():
+        return UNTRACED
+    return _span(trace.get_tracer("leasetask"), f"step {name}")
 
 
 def count_end(ended: Ended) -> None:

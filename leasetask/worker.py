@@ -22,7 +22,7 @@ from typing import Any
 from leasetask import outbox, protocol, telemetry
 from leasetask.branches import task_factory
 from leasetask.claimer import Claimer
-from leasetask.committer import Committer
+from leasetask.committer import Committer, End
 from leasetask.connection import is_disconnect, is_transient
 from leasetask.errors import ConfigurationError, LeaseLost, PayloadError, WorkerError
 from leasetask.execution import execute
@@ -210,6 +210,7 @@ class Worker:
         """
         self._loop = asyncio.get_running_loop()
         self._loop.set_task_factory(task_factory)
+        self._traced = telemetry.is_set_up()
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
         limit = max(_SHORTEST_LIMIT, self._options.lease)
@@ -396,6 +397,7 @@ class Worker:
             lease_ends=sent_at + self._options.lease,
             attempt=claimed.attempts,
             handing_back=self._stop_requested,
+            traced=self._traced,
         )
 
     def _start(self, run: Run) -> None:
@@ -458,19 +460,25 @@ class Worker:
             return
         run.ending = True
         try:
-            ack = await self._committer.end(run, outcome)
+            outcome, ack = await self._commit_end(run, outcome)
         except LeaseLost as error:
             logger.warning("%s", error)
             return
-        except Exception as error:
-            refused = Fail(describe(error, run.attempt), retryable=True)
-            ack = await self._committer.end(run, refused)
-            outcome = refused
         self._log(run, outcome, ack)
         if isinstance(outcome, Suspend) and outcome.wait.topic is not None:
             self._maintenance.deliver_soon(outcome.wait.topic)
         if isinstance(outcome, Fail) and outcome.error["type"] == "RunTimeout":
             self._count_lost_thread(run)
+
+    async def _commit_end(self, run: Run, outcome: End) -> tuple[End, Ack]:
+        """Commit a run's end; one that the server refuses becomes a failure with its reason."""
+        try:
+            return outcome, await self._committer.end(run, outcome)
+        except LeaseLost:
+            raise
+        except Exception as error:
+            refused = Fail(describe(error, run.attempt), retryable=True)
+            return refused, await self._committer.end(run, refused)
 
     def _log(self, run: Run, outcome: Outcome, ack: Ack) -> None:
         took = time.monotonic() - run.started

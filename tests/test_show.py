@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from collections.abc import Iterator
 
 import psycopg
@@ -76,6 +77,34 @@ def test_a_task_that_waits_and_one_that_ended(app: App, dsn: str, db: psycopg.Co
     assert told["signals"][0]["topic"] == "paid"
 
 
+def test_a_running_task_tells_the_step_that_it_is_in(
+    app: App, dsn: str, db: psycopg.Connection
+) -> None:
+    """Of a plain step too, which leaves no mark before it is recorded: with the next heartbeat."""
+    gate = threading.Event()
+
+    @app.task
+    def stands(ctx: Context) -> None:
+        ctx.step("quick", lambda: None)
+        ctx.step("slow", lambda: gate.wait(20) and None)
+        ctx.sleep(3600)
+
+    with app.start(lease=2):
+        task = app.enqueue(stands).id
+        wait_until(lambda: "does      slow, since " in show(dsn, task), 20, "for the step")
+        view = app.get(task)
+        assert view.current_step == "slow"
+        assert view.step_since is not None
+        assert abs((view.created_at - view.step_since).total_seconds()) < 5
+        assert view.progress is None
+        top = [COMMAND, "top", "--once", "--dsn", dsn]
+        assert "slow (" in subprocess.run(top, capture_output=True, text=True, check=True).stdout
+        gate.set()
+        wait_until(lambda: app.get(task).status == "waiting", 20, "for the sleep")
+    assert app.get(task).current_step == "sleep-1"
+    assert "does" not in show(dsn, task)
+
+
 def test_a_running_task_tells_its_lease_and_progress(
     app: App, dsn: str, db: psycopg.Connection
 ) -> None:
@@ -91,6 +120,7 @@ def test_a_running_task_tells_its_lease_and_progress(
         text = show(dsn, task)
         app.cancel(task, reason="no more room")
         app.wait(task, timeout=20)
+    assert "does" not in text
     assert "status    running on " in text
     assert "; its lease ends in 1." in text or "; its lease ends in 2." in text, text
     assert "tries     1 of 5; claimed 1 times in all" in text

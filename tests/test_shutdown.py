@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -264,3 +266,36 @@ def test_killed_within_the_grace(db: Db, fleet: Fleet) -> None:
     fleet.start("slow", lease=1)
     assert wait_for_end(db) == {"succeeded": 1}
     assert column(db, "runs", task) == 2
+
+
+_TIDY = """
+import gc, sys
+from leasetask import App, AsyncContext, Context
+
+app = App(sys.argv[1])
+
+@app.task
+def waits(ctx: Context) -> str:
+    ctx.step("one", lambda: 1)
+    return ctx.wait_signal("topic")
+
+@app.task
+async def looks(ctx: AsyncContext) -> str:
+    return await ctx.wait_for("x", lambda: app.get(first).status, topic="topic", every=60)
+
+first = app.enqueue(waits).id
+second = app.enqueue(looks).id
+with app.start(concurrency=4, lease=1, poll_interval=0.05):
+    app.wait(second, timeout=20)
+    app.signal("topic", "done")
+    assert app.wait(first, timeout=20).result == "done"
+app.close()
+gc.collect()
+"""
+
+
+def test_nothing_is_left_open(dsn: str) -> None:
+    """In Python's development mode, which tells of each loop, socket and connection left open."""
+    command = [sys.executable, "-X", "dev", "-c", _TIDY, dsn]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -201,13 +201,19 @@ def _running(run: Running) -> tuple[Any, ...]:
     return (
         run.id,
         f"{run.kind} v{run.version}",
-        run.step,
+        _step(run),
         _progress(run.progress),
         duration(run.since),
         duration(run.lease_left),
         run.attempts,
         run.owner,
     )
+
+
+def _step(run: Running) -> str | None:
+    if run.step is None or run.step_for is None:
+        return run.step
+    return f"{run.step} ({duration(run.step_for)})"
 
 
 def _progress(progress: dict[str, Any] | None) -> str:

@@ -80,6 +80,8 @@ def _state(view: TaskView, now: datetime) -> Iterator[tuple[str, str]]:
         yield "cancel", f"asked for {_ago(view.cancel_requested_at, now)}{reason}"
     if view.deadline is not None:
         yield "deadline", _ago(view.deadline, now)
+    if view.step_since is not None:
+        yield "does", f"{view.current_step}, since {_ago(view.step_since, now)}"
     if view.progress is not None:
         fraction = view.progress.get("fraction")
         share = "" if fraction is None else f"{fraction:.0%}  "

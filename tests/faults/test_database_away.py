@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections import Counter
@@ -14,7 +15,9 @@ from conftest import SOAK
 from servers import Pair, Server, a_pair, dsn_of, one_server, wait_for_server
 from support import Fleet, column, enqueue, pass_time, statuses, wait_for_end, wait_until
 
-from leasetask import schema
+from leasetask import App, Context, schema
+from leasetask import app as app_module
+from leasetask.errors import DatabaseUnavailable
 
 AWAY = 60.0 if SOAK else 2.0
 """Seconds that the server is away."""
@@ -76,6 +79,43 @@ def test_h38_a_ready_result_survives_an_outage(server: Server, fleet: Fleet) -> 
     wait_until(
         lambda: times_said(worker.log, "the database is back") == away, 10, "for all to be back"
     )
+
+
+@pytest.mark.parametrize("colour", ["def", "async def"])
+def test_a_producer_goes_on_after_a_restart(
+    server: Server, fleet: Fleet, colour: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pool's connections have gone: no call pays for that with an error. Away, it says so."""
+    monkeypatch.setitem(app_module._POOL, "timeout", 1.0)
+    app = App(server.dsn)
+
+    @app.task
+    def work(ctx: Context, number: int) -> None: ...
+
+    async def enqueues(number: int) -> str:
+        return (await app.enqueue_async(work, number)).outcome
+
+    with asyncio.Runner() as runner:
+
+        def outcome(number: int) -> str:
+            if colour == "def":
+                return app.enqueue(work, number).outcome
+            return runner.run(enqueues(number))
+
+        assert outcome(1) == "new"
+        server.stop("immediate")
+        server.start()
+        assert outcome(2) == "new"
+        server.stop("immediate")
+        with pytest.raises(DatabaseUnavailable, match="no connection to PostgreSQL"):
+            outcome(3)
+        server.start()
+        assert outcome(4) == "new"
+        app.close()
+        runner.run(app.close_async())
+    with connected(server.dsn) as db:
+        made = db.execute("select array_agg(input::int order by id) from leasetask.task").fetchone()
+    assert made == ([1, 2, 4],)
 
 
 def test_h25_a_lost_listener_listens_again(server: Server, fleet: Fleet) -> None:
