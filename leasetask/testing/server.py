@@ -38,18 +38,27 @@ def found_server() -> Iterator[str]:
         from testcontainers.postgres import PostgresContainer  # noqa: PLC0415  # an extra
 
         with PostgresContainer("postgres:16-alpine", driver=None) as container:
-            yield container.get_connection_url()
+            yield _for_scratch(container.get_connection_url())
     else:
         from leasetask import embedded  # noqa: PLC0415  # an extra
 
         folder = Path(tempfile.mkdtemp(prefix="leasetask-test-"))
         folder.chmod(0o755)  # as root the server runs as another user, who has to get there
         try:
-            yield embedded.ensure(folder)
+            yield _for_scratch(embedded.ensure(folder))
         finally:
             embedded.release(folder)
             _wait_until_stopped(folder)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _for_scratch(dsn: str) -> str:
+    """Let a server that is thrown away afterwards wait for no disk."""
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("alter system set fsync = off")
+        conn.execute("alter system set full_page_writes = off")
+        conn.execute("select pg_reload_conf()")
+    return dsn
 
 
 @contextmanager
