@@ -203,14 +203,15 @@ def test_a_retry_meets_the_prune(explorer: Explorer, isolation: str, commits: bo
 def deliveries() -> Iterator[Any]:
     """Give what runs beside a delivery, and what there is to deliver; everything in a soak."""
     for beside, steps in programs.BESIDE_A_DELIVERY.items():
-        short = len(steps) == 1
-        for signals in (0, 1, 2) if SOAK else (0, 1) if short else (0,):
-            yield beside, signals, 2, "signal", False
-            if SOAK or short:
-                yield beside, signals, 2, "signal", True
+        short, suspends = len(steps) == 1, "suspension" in beside
+        if SOAK or short or not suspends:
+            for signals in (0, 1, 2) if SOAK else (0, 1) if short else (0,):
+                yield beside, signals, 2, "signal", False
+                if SOAK or short:
+                    yield beside, signals, 2, "signal", True
         if SOAK or short:
             yield beside, 0, 2, "hurry", SOAK
-        if "suspension" in beside:
+        if suspends:
             yield beside, 0, 0, "signal", SOAK
             yield beside, 0, 0, "hurry", SOAK
 
