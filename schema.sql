@@ -569,23 +569,28 @@ as $$
 #variable_conflict use_column
 declare
   pair record;
-  next_ smallint;
 begin
   for pair in
-    select u.kind, u.version from unnest(kinds, versions) as u (kind, version)
+    select u.kind, u.version, f.priority
+    from unnest(kinds, versions) as u (kind, version)
+    cross join lateral (
+      select t.priority from leasetask.task t
+      where t.kind = u.kind and t.handler_version = u.version and t.suspect = suspects
+        and t.status in ('pending', 'waiting')
+      order by t.priority limit 1
+    ) f
     where not exists (select from leasetask.kind k
                       where k.kind = u.kind and k.version = u.version and k.paused)
   loop
-    next_ := null;
+    kind := pair.kind; version := pair.version; priority := pair.priority;
     loop
-      select t.priority into next_ from leasetask.task t
+      return next;
+      exit when priority = 32767;
+      select t.priority into priority from leasetask.task t
       where t.kind = pair.kind and t.handler_version = pair.version and t.suspect = suspects
-        and t.priority >= coalesce(next_ + 1, -32768) and t.status in ('pending', 'waiting')
+        and t.priority >= lanes.priority + 1 and t.status in ('pending', 'waiting')
       order by t.priority limit 1;
       exit when not found;
-      kind := pair.kind; version := pair.version; priority := next_;
-      return next;
-      exit when next_ = 32767;
     end loop;
   end loop;
 end $$;
@@ -1242,7 +1247,7 @@ begin
   for topic in select distinct u.topic from unnest(topics) as u (topic) order by 1 loop
     begin
       select d.woken, d.again into woken, again from leasetask.deliver_topic(topic) d;
-    exception when lock_not_available then
+    exception when lock_not_available or serialization_failure then
       woken := 0; again := true;
     end;
     total := total + woken;

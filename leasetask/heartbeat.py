@@ -115,14 +115,15 @@ class Heartbeat(threading.Thread):
             self._renew(self._conn, list(group), lease)
 
     def _renew(self, conn: psycopg.Connection[Any], runs: list[Run], lease: float) -> None:
-        progress = [run.take_progress() for run in runs]
+        news = [run.news() for run in runs]
         ids = [run.claimed.id for run in runs]
         tokens = [run.claimed.token for run in runs]
         sent_at = time.monotonic()
-        for row, run in zip(
-            fetch(conn, protocol.heartbeat(ids, tokens, lease, progress)), runs, strict=True
-        ):
+        rows = fetch(conn, protocol.heartbeat(ids, tokens, lease, news))
+        for row, run, told in zip(rows, runs, news, strict=True):
             ack = protocol.ack(row)
+            if ack.answer == "done":
+                run.was_told(told)
             if ack.answer == "lost":
                 if not run.ending:
                     run.lose("its lease went to another worker, or was swept")

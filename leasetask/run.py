@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from leasetask.errors import LeaseLost, SuspensionSwallowed, TaskCanceled
+from leasetask.errors import LeaseLost, PayloadError, SuspensionSwallowed, TaskCanceled
 from leasetask.journal import Journal
 from leasetask.model import Ack, Checkpoint, Claimed, Note, Wait
 from leasetask.payload import printable
@@ -134,7 +134,7 @@ class Run:
     doing: dict[str, float] = field(default_factory=dict)
     """Bodies under way, with the local monotonic time at which each began."""
     _progress: dict[str, Any] = field(default_factory=dict)
-    _told: dict[str, Any] = field(default_factory=dict)
+    _told: str = "{}"
 
     # --- told by heartbeat, committer and worker -------------------------------------------
 
@@ -174,20 +174,31 @@ class Run:
         """The handler may run so long; a step's own limit narrows it meanwhile."""
         self.times_out_at = None if seconds is None else time.monotonic() + seconds
 
-    def take_progress(self) -> str | None:
-        """Return, as JSON, how far it is and what it does, if that has not been sent yet."""
+    def news(self) -> str | None:
+        """Return, as JSON, how far it is and what it does, if the server has not been told that."""
         news = dict(self._progress)
         for name, began in list(self.doing.items())[:1]:
             news |= {"step": name, "since": round(self.server_time(began), 3)}
-        if news == self._told:
-            return None
-        self._told = news
-        return msgspec.json.encode(news).decode()
+        text = msgspec.json.encode(news).decode()
+        return None if text == self._told else text
+
+    def was_told(self, news: str | None) -> None:
+        """A heartbeat has carried these news, if there were any."""
+        self._told = news or self._told
 
     def report_progress(self, fraction: float | None, message: str | None) -> None:
-        """Keep the newest progress for the next heartbeat."""
-        message = None if message is None else printable(message, 1000)
-        self._progress = {"fraction": fraction, "message": message}
+        """Keep the newest progress for the next heartbeat.
+
+        Raises:
+            PayloadError: the fraction is no number, or the message no text.
+        """
+        try:
+            share = None if fraction is None else float(fraction)
+            words = None if message is None else printable(message, 1000)
+        except (TypeError, ValueError, AttributeError) as error:
+            what = f"progress({fraction!r:.60}, {message!r:.60})"
+            raise PayloadError(f"{what}: a number from 0 to 1, and a few words") from error
+        self._progress = {"fraction": share, "message": words}
 
     # --- asked by verbs ------------------------------------------------------------------------
 

@@ -215,6 +215,21 @@ def test_a_nul_anywhere_spoils_nothing_else(dsn: str, where: str) -> None:
         assert views[0].last_error["message"] == "nul \\u0000 and \\ud800"
 
 
+@pytest.mark.parametrize("told", [("half", None), (0.5, 7), ([1], "x")])
+def test_a_progress_that_is_none_is_refused_at_the_call(dsn: str, told: tuple[Any, Any]) -> None:
+    """And not in the heartbeat, which every other task needs."""
+    app = App(dsn)
+
+    @app.task(retry=FAST)
+    def handler(ctx: Context) -> None:
+        ctx.progress(*told)
+
+    view = ended(app, handler)
+    assert view.status == "failed"
+    assert view.last_error["type"] == "PayloadError"
+    assert view.last_error["message"].startswith("progress(")
+
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")

@@ -18,7 +18,8 @@ from conftest import SOAK
 Conn = psycopg.Connection[Any]
 
 PLANNERS = 50
-BULK = 200_000 if SOAK else 20_000
+BULK = 1_000_000 if SOAK else 20_000
+FINISHED = 5 * BULK if SOAK else BULK
 
 # Pending counters hold earlier transactions of the session too, until it flushes them at a
 # transaction's end: what counts is the difference.
@@ -77,7 +78,7 @@ def fill(db: Conn, n: int, statistics: str = "of the empty table") -> Held:
         "insert into leasetask.task (id, kind, handler_version, idempotency_key, input, status, finished_at)"
         " select gen_random_uuid(), 'work', 1, 'done-' || i, '1', 'succeeded', now() - interval '40 days'"
         " from generate_series(1, %s) i",
-        [n],
+        [FINISHED if n == BULK else n],
     )
     if statistics == "of a drained table":  # where nothing seems to be pending or to wait
         db.execute(analyze)
