@@ -88,7 +88,7 @@ def _kinds(ask: Ask) -> Iterator[Finding]:
     for s in unsupported(stats):
         yield Finding(
             "error",
-            f"nobody runs {s.kind} version {s.version}: {s.ready + s.later + s.waiting} tasks, "
+            f"nobody runs {s.kind} version {s.version}: {_counted(s.ready + s.later + s.waiting, 'task')}, "
             f"the oldest due for {s.oldest_ready or 0:.0f} s",
             f"start a worker that declares it, or put accepts=({s.version},) on the newer handler",
         )
@@ -96,7 +96,7 @@ def _kinds(ask: Ask) -> Iterator[Finding]:
         if s.paused and s.ready:
             yield Finding(
                 "warning",
-                f"{s.kind} version {s.version} is paused with {s.ready} tasks ready",
+                f"{s.kind} version {s.version} is paused with {_counted(s.ready, 'task')} ready",
                 f"leasetask resume {s.kind}",
             )
 
@@ -106,7 +106,7 @@ def _expired(ask: Ask) -> Iterator[Finding]:
     if number:
         yield Finding(
             "error",
-            f"{number} leases ran out up to {oldest:.0f} s ago and nobody sweeps",
+            f"{_counted(number, 'lease')} ran out up to {oldest:.0f} s ago and nobody sweeps",
             "leasetask sweep   (from cron, or a worker with --role sweep)",
         )
 
@@ -116,7 +116,7 @@ def _undelivered(ask: Ask) -> Iterator[Finding]:
     if number:
         yield Finding(
             "error",
-            f"{number} signals have not been delivered for more than 30 s",
+            f"{_counted(number, 'signal')} not delivered for more than 30 s",
             "start a worker; or see who holds a row of their waiters in a long transaction",
         )
 
@@ -127,7 +127,7 @@ def _dead_letters(ask: Ask) -> Iterator[Finding]:
         most = "at least " if number >= 1000 else ""
         yield Finding(
             "warning",
-            f"{most}{number} tasks ended failed or dead and await a person",
+            f"{most}{_counted(number, 'task')} ended failed or dead: a person has to look",
             "leasetask dead-letter, and when the cause is mended, leasetask retry",
         )
 
@@ -175,3 +175,7 @@ def _connections(ask: Ask) -> Iterator[Finding]:
             f"{used} of {most} connections are in use",
             "fewer workers with more --concurrency each, a pooler, or a higher max_connections",
         )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

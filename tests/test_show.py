@@ -56,7 +56,7 @@ def test_a_task_that_waits_and_one_that_ended(app: App, dsn: str, db: psycopg.Co
         "buys v1",
         "status     waiting",
         "next run   in 60 min",
-        "waits for  topic paid, as wait-1, since ",
+        "waits for  topic paid, as wait-1, for ",
         ", until in 60 min (",
         "key        order-7",
         "input      7",
@@ -91,7 +91,7 @@ def test_a_running_task_tells_the_step_that_it_is_in(
 
     with app.start(lease=2):
         task = app.enqueue(stands).id
-        wait_until(lambda: "does      slow, since " in show(dsn, task), 20, "for the step")
+        wait_until(lambda: "does      slow, for " in show(dsn, task), 20, "for the step")
         view = app.get(task)
         assert view.current_step == "slow"
         assert view.step_since is not None

@@ -81,7 +81,7 @@ def _state(view: TaskView, now: datetime) -> Iterator[tuple[str, str]]:
     if view.deadline is not None:
         yield "deadline", _ago(view.deadline, now)
     if view.step_since is not None:
-        yield "does", f"{view.current_step}, since {_ago(view.step_since, now)}"
+        yield "does", f"{view.current_step}, for {_lasts(view.step_since, now)}"
     if view.progress is not None:
         fraction = view.progress.get("fraction")
         share = "" if fraction is None else f"{fraction:.0%}  "
@@ -94,7 +94,7 @@ def _wait(
     if view.status == "waiting" and since is not None:
         what = f"topic {view.wait_topic}" if view.wait_topic else "a time"
         end = f", until {_ago(until, now)}" if until is not None else ", without end"
-        yield "waits for", f"{what}, as {view.current_step}, since {_ago(since, now)}{end}"
+        yield "waits for", f"{what}, as {view.current_step}, for {_lasts(since, now)}{end}"
 
 
 def _rest(view: TaskView) -> Iterator[tuple[str, str]]:
@@ -180,6 +180,10 @@ def _ago(moment: datetime, now: datetime) -> str:
     seconds = (moment - now).total_seconds()
     words = f"in {duration(seconds)}" if seconds > 0 else f"{duration(-seconds)} ago"
     return f"{words} ({_exact(moment)})"
+
+
+def _lasts(since: datetime, now: datetime) -> str:
+    return f"{duration((now - since).total_seconds())} (since {_exact(since)})"
 
 
 def _exact(moment: datetime) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlparse
 
@@ -38,7 +39,8 @@ class Client(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # who asked may have been killed
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None: ...
 
