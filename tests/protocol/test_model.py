@@ -436,7 +436,7 @@ def test_the_database_does_what_the_model_says(session: Session) -> None:
     run_state_machine_as_test(
         Bound,
         settings=settings(
-            max_examples=20_000 if SOAK else 120,
+            max_examples=20_000 if SOAK else 80,
             stateful_step_count=60 if SOAK else 40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
