@@ -206,8 +206,8 @@ def test_what_a_frozen_process_holds_is_told(
     @app.task
     def locks(ctx: Context) -> None:
         with psycopg.connect(app.dsn) as db:
-            db.execute("create table if not exists held (n int)")
-            db.execute("lock table held")
+            db.execute("create table if not exists kept (n int)")
+            db.execute("lock table kept")
             ctx.step("look", lambda: None)
 
     with pytest.raises(DoesNotSurvive) as refused:
