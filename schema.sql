@@ -136,9 +136,10 @@ create table if not exists leasetask.task (
     and (dead_letter_at is null) = (status <> all ('{failed,dead}'))),
   constraint task_wait_is_whole check (
     wait_mode is null
-    or status = 'waiting' and wait_name is not null
+    or status = 'waiting' and wait_name is not null and wait_mode = any ('{sleep,signal,hurry}')
        and (wait_topic is null) = (wait_mode = 'sleep')
-       and (wait_snapshot is null) = (wait_mode <> 'hurry')),
+       and (wait_snapshot is null) = (wait_mode <> 'hurry')
+       and (wait_seq is not null or wait_mode = 'hurry')),
   constraint task_compensates_towards_an_end check (
     compensating = any ('{failed,canceled,dead}'))
 )
