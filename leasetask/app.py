@@ -14,20 +14,13 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import psycopg
-from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 from leasetask import client, hosts, protocol, registry
-from leasetask.connection import (
-    CONNECT_TIMEOUT,
-    dsn_or_environment,
-    is_disconnect,
-    lost_meanwhile,
-    speaks,
-    unavailable,
-)
+from leasetask.connection import dsn_or_environment, is_disconnect, lost_meanwhile
 from leasetask.errors import ConfigurationError, DatabaseUnavailable, LeaseTaskError
 from leasetask.model import Enqueued, Retry, TaskView
 from leasetask.payload import DEFAULT_LIMIT
+from leasetask.pools import AsyncPool, Pool
 from leasetask.protocol import KindPolicy, Query
 from leasetask.registry import Kind, Registry
 from leasetask.worker import ALONE, DEFAULT_RETENTION, DEFAULT_ROLES, Worker, WorkerOptions
@@ -61,8 +54,8 @@ class App:
         self._payload_limit = payload_limit
         self._transactions = transactions
         self._registry = Registry()
-        self._pool: ConnectionPool[psycopg.Connection[Any]] | None = None
-        self._async_pools: dict[asyncio.AbstractEventLoop, AsyncConnectionPool[Any]] = {}
+        self._pool: Pool | None = None
+        self._async_pools: dict[asyncio.AbstractEventLoop, AsyncPool] = {}
         self._lock = threading.Lock()
 
     @property
@@ -550,7 +543,7 @@ class App:
         if conn is not None:
             return client.run(call, _on(conn), task_id)
         try:
-            with self._opened_pool().connection() as own:
+            with self._own_pool().connection() as own:
                 return client.run(call, _on(own), task_id)
         except psycopg.Error as error:
             lost = self._lost(error)
@@ -567,7 +560,7 @@ class App:
         if conn is not None:
             return await client.run_async(call, _on_async(conn), task_id)
         try:
-            async with (await self._opened_async_pool()).connection() as own:
+            async with self._own_async_pool().connection() as own:
                 return await client.run_async(call, _on_async(own), task_id)
         except psycopg.Error as error:
             lost = self._lost(error)
@@ -576,37 +569,18 @@ class App:
             raise lost from error
 
     def _lost(self, error: psycopg.Error) -> DatabaseUnavailable | None:
-        if isinstance(error, PoolTimeout):
-            return unavailable(self.dsn, error)
         return lost_meanwhile(self.dsn, error) if is_disconnect(error) else None
 
-    def _opened_pool(self) -> ConnectionPool[psycopg.Connection[Any]]:
+    def _own_pool(self) -> Pool:
         with self._lock:
-            if self._pool is None:
-                pool = ConnectionPool(self.dsn, open=False, check=_check, **_POOL)
-                try:
-                    # One connection by hand first: its error says why, the pool's only that.
-                    psycopg.Connection.connect(self.dsn, connect_timeout=CONNECT_TIMEOUT).close()
-                except psycopg.Error as error:
-                    raise unavailable(self.dsn, error) from error
-                pool.open()
-                self._pool = pool
+            if self._pool is None or self._pool.is_inherited:
+                self._pool = Pool(self.dsn, "leasetask", _CONNECTIONS, autocommit=True)
             return self._pool
 
-    async def _opened_async_pool(self) -> AsyncConnectionPool[Any]:
+    def _own_async_pool(self) -> AsyncPool:
         loop = asyncio.get_running_loop()
         if loop not in self._async_pools:
-            try:
-                probe = await psycopg.AsyncConnection.connect(
-                    self.dsn, connect_timeout=CONNECT_TIMEOUT
-                )
-                await probe.close()
-            except psycopg.Error as error:
-                raise unavailable(self.dsn, error) from error
-            pool: AsyncConnectionPool[Any] = AsyncConnectionPool(
-                self.dsn, open=False, check=_check_async, **_POOL
-            )
-            await pool.open()
+            pool = AsyncPool(self.dsn, "leasetask", _CONNECTIONS, autocommit=True)
             self._async_pools[loop] = pool
         return self._async_pools[loop]
 
@@ -617,23 +591,8 @@ class App:
             await pool.close()
 
 
-_POOL: dict[str, Any] = {
-    "min_size": 0,
-    "max_size": 8,
-    "timeout": 10.0,
-    "kwargs": {"autocommit": True, "application_name": "leasetask", "prepare_threshold": None},
-}
-
-
-def _check(conn: psycopg.Connection[Any]) -> None:
-    """Refuse a pooled connection that the server has left; costs no statement."""
-    if speaks(conn):
-        ConnectionPool.check_connection(conn)
-
-
-async def _check_async(conn: psycopg.AsyncConnection[Any]) -> None:
-    if speaks(conn):
-        await AsyncConnectionPool.check_connection(conn)
+_CONNECTIONS = 8
+"""Of an App, at the most: producer calls are short."""
 
 
 def _on(conn: Any) -> Callable[[Query], client.Rows]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
@@ -11,13 +9,12 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
 )
-from contextvars import Context
 from typing import Any
 
 import psycopg
 from psycopg import IsolationLevel
-from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
+from leasetask.pools import AsyncPool, Pool
 from leasetask.transactions import Isolation, Keeper
 
 LEVELS = {
@@ -42,14 +39,10 @@ class Transactions:
     def __init__(
         self, dsn: str, size: int, keeper: Keeper, factory: Callable[[], Any] | None
     ) -> None:
-        self._dsn = dsn
-        self._size = size
         self.keeper = keeper
         self._factory = factory
-        self._pool: ConnectionPool[psycopg.Connection[Any]] | None = None
-        self._async_pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] | None = None
-        self._lock = threading.Lock()
-        self._async_lock = asyncio.Lock()
+        self._pool = Pool(dsn, "leasetask transaction", size, autocommit=False)
+        self._async_pool = AsyncPool(dsn, "leasetask transaction", size, autocommit=False)
 
     def open(self, isolation: Isolation) -> AbstractContextManager[Any]:
         """Open a transaction for a sync handler."""
@@ -65,16 +58,11 @@ class Transactions:
 
     async def close(self) -> None:
         """Close our own pools."""
-        if self._pool is not None:
-            self._pool.close(timeout=1)
-        if self._async_pool is not None:
-            await self._async_pool.close(timeout=1)
+        self._pool.close(timeout=1)
+        await self._async_pool.close(timeout=1)
 
     @contextmanager
     def _from_pool(self, isolation: Isolation) -> Iterator[psycopg.Connection[Any]]:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ConnectionPool(self._dsn, open=True, **self._options())
         with self._pool.connection() as conn:
             conn.isolation_level = LEVELS[isolation]
             yield conn
@@ -83,19 +71,6 @@ class Transactions:
     async def _from_async_pool(
         self, isolation: Isolation
     ) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        async with self._async_lock:
-            if self._async_pool is None:
-                self._async_pool = AsyncConnectionPool(self._dsn, open=False, **self._options())
-                # Outside the handler's context: the pool's own tasks are no branches of it.
-                opening = self._async_pool.open()
-                await asyncio.get_running_loop().create_task(opening, context=Context())
         async with self._async_pool.connection() as conn:
             await conn.set_isolation_level(LEVELS[isolation])
             yield conn
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "min_size": 0,
-            "max_size": self._size,
-            "kwargs": {"application_name": "leasetask transaction", "prepare_threshold": None},
-        }

@@ -15,9 +15,9 @@ from conftest import SOAK
 from servers import Pair, Server, a_pair, dsn_of, one_server, wait_for_server
 from support import Fleet, column, enqueue, pass_time, statuses, wait_for_end, wait_until
 
-from leasetask import App, Context, schema
-from leasetask import app as app_module
+from leasetask import App, Context, pools, schema
 from leasetask.errors import DatabaseUnavailable
+from leasetask.pools import Pool
 
 AWAY = 60.0 if SOAK else 2.0
 """Seconds that the server is away."""
@@ -82,11 +82,8 @@ def test_h38_a_ready_result_survives_an_outage(server: Server, fleet: Fleet) -> 
 
 
 @pytest.mark.parametrize("colour", ["def", "async def"])
-def test_a_producer_goes_on_after_a_restart(
-    server: Server, fleet: Fleet, colour: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_producer_goes_on_after_a_restart(server: Server, fleet: Fleet, colour: str) -> None:
     """Its pool's connections have gone: no call pays for that with an error. Away, it says so."""
-    monkeypatch.setitem(app_module._POOL, "timeout", 1.0)
     app = App(server.dsn)
 
     @app.task
@@ -116,6 +113,26 @@ def test_a_producer_goes_on_after_a_restart(
     with connected(server.dsn) as db:
         made = db.execute("select array_agg(input::int order by id) from leasetask.task").fetchone()
     assert made == ([1, 2, 4],)
+
+
+def test_a_pool_that_waits_to_connect_is_replaced(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is back: so is the pool, whatever pause psycopg-pool has come to."""
+    pool = Pool(server.dsn, "pooled", 2, autocommit=True)
+    with pytest.raises(psycopg.OperationalError), pool.connection() as conn:
+        server.stop("immediate")
+        conn.execute("select 1")
+    with monkeypatch.context() as hasty:
+        hasty.setattr(pools, "PATIENCE", 0.1)
+        with pytest.raises(DatabaseUnavailable, match="a connection after"), pool.connection():
+            pass
+    with pytest.raises(DatabaseUnavailable, match="Connection refused"), pool.connection():
+        pass
+    server.start()
+    with pool.connection() as conn:
+        assert conn.execute("select 1").fetchone() == (1,)
+    pool.close()
 
 
 def test_h25_a_lost_listener_listens_again(server: Server, fleet: Fleet) -> None:
