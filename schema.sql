@@ -267,10 +267,10 @@ $$;
 
 -- Wakes idle workers when this transaction commits.
 create or replace function leasetask.wake() returns void
-language plpgsql set search_path = pg_catalog, pg_temp as $$
+language plpgsql as $$
 begin
   if exists (select from leasetask.idle_worker) then
-    perform pg_notify('leasetask', 'task');
+    perform pg_catalog.pg_notify('leasetask', 'task');
   end if;
 end $$;
 
@@ -375,9 +375,10 @@ end $$;
 -- Called by producers, in their own transaction; both commit or neither. One row per input, in the
 -- order given: `new`, `existing` (same kind, key and input), or `conflict` (the key names a task
 -- with another input, which is returned as `stored_input`; null once pruned). Never raises for a
--- conflict. `keys` may hold nulls: such a task has its id for a key. What is null in `version` and
--- the policy comes from the kind as its workers declared it. Rows are taken in the order of their
--- keys, so two producers cannot deadlock. Raises LT004 for arrays of unequal length.
+-- conflict. `keys` may hold nulls: such a task has its id for a key. What is null in the policy comes
+-- from the kind as its workers declared it; who gives `version` and `max_attempts`, as an App does, is
+-- taken to know it all, and no deadline means none. Rows are taken in the order of their keys, so two
+-- producers cannot deadlock. Raises LT004 for arrays of unequal length.
 create or replace function leasetask.enqueue_many(
   kind text, inputs jsonb[], keys text[] default null, at timestamptz default null,
   delay interval default null, priority smallint default null, version int default null,
@@ -392,98 +393,71 @@ as $$
 declare
   now_     timestamptz := leasetask.clock();
   due      timestamptz := coalesce(enqueue_many.at, now_ + enqueue_many.delay, now_);
+  ords     int[] := array(select generate_subscripts(inputs, 1));
+  ids      uuid[] := array(select leasetask.new_id(now_) from generate_subscripts(inputs, 1));
+  answered int[];
+  made     int;
   declared leasetask.kind;
-  seconds  float8;
-  new_ids  uuid[];
-  made     bigint[];
-  answered bigint[] := array[]::bigint[];
 begin
   if cardinality(keys) <> cardinality(inputs) then
     raise exception 'leasetask: % inputs and % keys', cardinality(inputs), cardinality(keys)
       using errcode = 'LT004';
   end if;
-  select k.* into declared from leasetask.kind k
-  where k.kind = enqueue_many.kind and (enqueue_many.version is null or k.version = enqueue_many.version)
-  order by k.version desc limit 1;
-  seconds := coalesce(enqueue_many.deadline, declared.deadline);
+  if enqueue_many.version is null or enqueue_many.max_attempts is null then
+    select k.* into declared from leasetask.kind k
+    where k.kind = enqueue_many.kind and (enqueue_many.version is null or k.version = enqueue_many.version)
+    order by k.version desc limit 1;
+    deadline := coalesce(enqueue_many.deadline, declared.deadline);
+  end if;
 
-  if cardinality(inputs) = 1 then
-    -- The same insert without the arrays, which cost a lone task a fifth of its time.
-    id := leasetask.new_id(now_);
-    insert into leasetask.task as t (
+  loop
+    insert into leasetask.task (
       id, kind, handler_version, idempotency_key, input, priority, max_attempts, backoff_initial,
       backoff_factor, backoff_max, backoff_jitter, next_run_at, deadline, deadline_after, created_at,
       updated_at, trace)
-    values (
-      enqueue_many.id, enqueue_many.kind, coalesce(enqueue_many.version, declared.version, 1),
-      coalesce(keys[1], enqueue_many.id::text), inputs[1],
-      coalesce(enqueue_many.priority, declared.priority, 0::smallint),
-      coalesce(enqueue_many.max_attempts, declared.max_attempts, 5),
-      coalesce(enqueue_many.backoff_initial, declared.backoff_initial, 1),
-      coalesce(enqueue_many.backoff_factor, declared.backoff_factor, 2),
-      coalesce(enqueue_many.backoff_max, declared.backoff_max, 60),
-      coalesce(enqueue_many.backoff_jitter, declared.backoff_jitter, 0.1),
-      due, now_ + make_interval(secs => seconds), seconds, now_, now_, enqueue_many.trace)
+    select i.id, enqueue_many.kind, coalesce(enqueue_many.version, declared.version, 1),
+           coalesce(i.key, i.id::text) as key, i.input,
+           coalesce(enqueue_many.priority, declared.priority, 0::smallint),
+           coalesce(enqueue_many.max_attempts, declared.max_attempts, 5),
+           coalesce(enqueue_many.backoff_initial, declared.backoff_initial, 1),
+           coalesce(enqueue_many.backoff_factor, declared.backoff_factor, 2),
+           coalesce(enqueue_many.backoff_max, declared.backoff_max, 60),
+           coalesce(enqueue_many.backoff_jitter, declared.backoff_jitter, 0.1),
+           due, now_ + make_interval(secs => enqueue_many.deadline), enqueue_many.deadline, now_, now_,
+           enqueue_many.trace
+    from unnest(ords, ids, inputs, keys) as i (ord, id, input, key)
+    order by key, i.ord
     on conflict (kind, idempotency_key) do nothing;
-    if found then
-      ord := 1; outcome := 'new';
-      return next;
-      perform leasetask.wake();
-      return;
+    get diagnostics made = row_count;
+    if made = cardinality(ids) then
+      return query select i.ord, i.id, 'new', null::jsonb from unnest(ords, ids) as i (ord, id);
+      exit;
     end if;
-  end if;
-
-  new_ids := array(select leasetask.new_id(now_) from generate_subscripts(inputs, 1));
-  loop
-    with item as (
-      select i.ord, i.id, i.input, coalesce(i.key, i.id::text) as key
-      from unnest(new_ids, inputs, keys) with ordinality as i (id, input, key, ord)
-      where i.ord <> all (answered)
-    ),
-    inserted as (
-      insert into leasetask.task as t (
-        id, kind, handler_version, idempotency_key, input, priority, max_attempts, backoff_initial,
-        backoff_factor, backoff_max, backoff_jitter, next_run_at, deadline, deadline_after, created_at,
-        updated_at, trace)
-      select i.id, enqueue_many.kind, coalesce(enqueue_many.version, declared.version, 1), i.key, i.input,
-             coalesce(enqueue_many.priority, declared.priority, 0::smallint),
-             coalesce(enqueue_many.max_attempts, declared.max_attempts, 5),
-             coalesce(enqueue_many.backoff_initial, declared.backoff_initial, 1),
-             coalesce(enqueue_many.backoff_factor, declared.backoff_factor, 2),
-             coalesce(enqueue_many.backoff_max, declared.backoff_max, 60),
-             coalesce(enqueue_many.backoff_jitter, declared.backoff_jitter, 0.1),
-             due, now_ + make_interval(secs => seconds), seconds, now_, now_,
-             enqueue_many.trace
-      from item i order by i.key
-      on conflict (kind, idempotency_key) do nothing
-      returning t.id
-    )
-    select coalesce(array_agg(i.ord), '{}') into made from item i join inserted n on n.id = i.id;
-    return query
-    select i.ord::int, i.id, 'new', null::jsonb
-    from unnest(new_ids) with ordinality as i (id, ord) where i.ord = any (made);
-    answered := answered || made;
-    exit when cardinality(answered) = cardinality(new_ids);
 
     -- A new statement, for a new snapshot: only it sees what made the insert step aside. Prune may
     -- have taken that away by now, so whatever is unanswered goes round again.
+    answered := '{}';
     for ord, id, outcome, stored_input in
-      select i.ord::int, t.id,
-             case when t.pruned_at is null and t.input = i.input then 'existing'
+      select i.ord, t.id,
+             case when t.id = i.id then 'new'
+                  when t.pruned_at is null and t.input = i.input then 'existing'
                   when t.pruned_at is not null and t.input_hash = leasetask.hash_input(i.input) then 'existing'
                   else 'conflict' end,
-             case when t.pruned_at is null and t.input <> i.input then t.input end
-      from unnest(inputs, keys) with ordinality as i (input, key, ord)
+             case when t.id <> i.id and t.pruned_at is null and t.input <> i.input then t.input end
+      from unnest(ords, ids, inputs, keys) as i (ord, id, input, key)
       cross join lateral (
         select x.id, x.pruned_at, x.input, x.input_hash from leasetask.task x
-        where x.kind = enqueue_many.kind and x.idempotency_key = i.key limit 1
+        where x.kind = enqueue_many.kind and x.idempotency_key = coalesce(i.key, i.id::text) limit 1
       ) t
-      where i.ord <> all (answered)
     loop
-      answered := answered || ord::bigint;
+      answered := answered || ord;
       return next;
     end loop;
-    exit when cardinality(answered) = cardinality(new_ids);
+    exit when cardinality(answered) = cardinality(ids);
+    select array_agg(i.ord), array_agg(i.id), array_agg(i.input), array_agg(i.key)
+    into ords, ids, inputs, keys
+    from unnest(ords, ids, inputs, keys) as i (ord, id, input, key)
+    where i.ord <> all (answered);
   end loop;
   perform leasetask.wake();
 end $$;
@@ -494,7 +468,8 @@ language sql immutable parallel safe as $$
   select int8send(jsonb_hash_extended(input, 0)) || int8send(jsonb_hash_extended(input, 1))
 $$;
 
--- One task; a row of outcome instead of an error, so a conflict does not abort the transaction.
+-- One task; a row of outcome instead of an error, so a conflict does not abort the transaction. The
+-- same insert without arrays, which cost a lone task a third of its time.
 create or replace function leasetask.try_enqueue(
   kind text, input jsonb, key text default null, at timestamptz default null,
   delay interval default null, priority smallint default null, version int default null,
@@ -502,11 +477,49 @@ create or replace function leasetask.try_enqueue(
   backoff_max real default null, backoff_jitter real default null, deadline float8 default null,
   trace text default null
 ) returns table (id uuid, outcome text, stored_input jsonb)
-language sql volatile set search_path = pg_catalog, pg_temp as $$
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
+as $$
+#variable_conflict use_column
+declare
+  now_     timestamptz := leasetask.clock();
+  declared leasetask.kind;
+begin
+  if version is null or max_attempts is null then
+    select k.* into declared from leasetask.kind k
+    where k.kind = try_enqueue.kind and (try_enqueue.version is null or k.version = try_enqueue.version)
+    order by k.version desc limit 1;
+    deadline := coalesce(try_enqueue.deadline, declared.deadline);
+  end if;
+  id := leasetask.new_id(now_);
+  insert into leasetask.task (
+    id, kind, handler_version, idempotency_key, input, priority, max_attempts, backoff_initial,
+    backoff_factor, backoff_max, backoff_jitter, next_run_at, deadline, deadline_after, created_at,
+    updated_at, trace)
+  values (
+    try_enqueue.id, try_enqueue.kind, coalesce(try_enqueue.version, declared.version, 1),
+    coalesce(key, try_enqueue.id::text), try_enqueue.input,
+    coalesce(try_enqueue.priority, declared.priority, 0::smallint),
+    coalesce(try_enqueue.max_attempts, declared.max_attempts, 5),
+    coalesce(try_enqueue.backoff_initial, declared.backoff_initial, 1),
+    coalesce(try_enqueue.backoff_factor, declared.backoff_factor, 2),
+    coalesce(try_enqueue.backoff_max, declared.backoff_max, 60),
+    coalesce(try_enqueue.backoff_jitter, declared.backoff_jitter, 0.1),
+    coalesce(at, now_ + delay, now_), now_ + make_interval(secs => try_enqueue.deadline),
+    try_enqueue.deadline, now_, now_, try_enqueue.trace)
+  on conflict (kind, idempotency_key) do nothing;
+  if found then
+    outcome := 'new';
+    perform leasetask.wake();
+    return next;
+    return;
+  end if;
+  return query
   select e.id, e.outcome, e.stored_input
-  from leasetask.enqueue_many(kind, array[input], array[key], at, delay, priority, version,
-    max_attempts, backoff_initial, backoff_factor, backoff_max, backoff_jitter, deadline, trace) e
-$$;
+  from leasetask.enqueue_many(
+    kind, array[input], array[key], at, delay, priority, version, max_attempts, backoff_initial,
+    backoff_factor, backoff_max, backoff_jitter, try_enqueue.deadline, trace) e;
+end $$;
 
 -- For SQL by hand: select leasetask.enqueue('publish', '{"id": 1}', 'order-1'). Answers the id of
 -- the new or existing task. Raises LT001 when the key names a task with another input.

@@ -14,12 +14,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolClosed, PoolTimeout
 
-from leasetask.connection import CONNECT_TIMEOUT, speaks, unavailable
+from leasetask.connection import connect, connect_async, speaks, unavailable
 from leasetask.errors import DatabaseUnavailable
 
 PATIENCE = 10.0
@@ -39,7 +40,7 @@ class Pool:
     def __init__(self, dsn: str, name: str, size: int, *, autocommit: bool) -> None:
         self._dsn = dsn
         self._size = size
-        self._options = _options(name, size, autocommit=autocommit)
+        self._options = partial(_options, name, size, autocommit)
         self._process = os.getpid()
         self._pool: ConnectionPool[psycopg.Connection[Any]] | None = None
         self._opening = threading.Lock()
@@ -101,11 +102,10 @@ class Pool:
         try:
             if self._pool is None:
                 # One connection by hand first: its error says why, the pool's only that.
-                psycopg.Connection.connect(self._dsn, connect_timeout=CONNECT_TIMEOUT).close()
-                self._pool = ConnectionPool(self._dsn, open=True, **self._options)
+                with connect(self._dsn) as first:
+                    threshold = first.prepare_threshold
+                self._pool = ConnectionPool(self._dsn, open=True, **self._options(threshold))
             return self._pool
-        except psycopg.Error as error:
-            raise unavailable(self._dsn, error) from error
         finally:
             self._opening.release()
 
@@ -122,7 +122,7 @@ class AsyncPool:
     def __init__(self, dsn: str, name: str, size: int, *, autocommit: bool) -> None:
         self._dsn = dsn
         self._size = size
-        self._options = _options(name, size, autocommit=autocommit)
+        self._options = partial(_options, name, size, autocommit)
         self._pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] | None = None
         self._opening = asyncio.Lock()
         self._places = asyncio.Semaphore(size)
@@ -173,15 +173,10 @@ class AsyncPool:
         # No limit to the wait for the lock: who holds it connects, for CONNECT_TIMEOUT at the most.
         async with self._opening:
             if self._pool is None:
-                try:
-                    probe = await psycopg.AsyncConnection.connect(
-                        self._dsn, connect_timeout=CONNECT_TIMEOUT
-                    )
-                except psycopg.Error as error:
-                    raise unavailable(self._dsn, error) from error
-                await probe.close()
+                async with await connect_async(self._dsn) as first:
+                    threshold = first.prepare_threshold
                 pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] = AsyncConnectionPool(
-                    self._dsn, open=False, **self._options
+                    self._dsn, open=False, **self._options(threshold)
                 )
                 # Outside the caller's context: the pool's own tasks are no part of a handler.
                 await asyncio.get_running_loop().create_task(pool.open(), context=Context())
@@ -194,16 +189,15 @@ class AsyncPool:
         await pool.close(timeout=0)
 
 
-def _options(name: str, size: int, *, autocommit: bool) -> dict[str, Any]:
-    return {
-        "min_size": 0,
-        "max_size": size,
-        "kwargs": {
-            "application_name": name,
-            "autocommit": autocommit,
-            "prepare_threshold": None,
-        },
+def _options(
+    name: str, size: int, autocommit: bool, prepare_threshold: int | None
+) -> dict[str, Any]:
+    settings = {
+        "application_name": name,
+        "autocommit": autocommit,
+        "prepare_threshold": prepare_threshold,
     }
+    return {"min_size": 0, "max_size": size, "kwargs": settings}
 
 
 def _all_busy(dsn: str, size: int) -> DatabaseUnavailable:

@@ -106,8 +106,7 @@ _ENQUEUE: LiteralString = """at => %s::timestamptz,
   delay => make_interval(secs => %s::float8), priority => %s::smallint, version => %s::int,
   max_attempts => %s::int, backoff_initial => %s::real, backoff_factor => %s::real,
   backoff_max => %s::real, backoff_jitter => %s::real,
-  deadline => %s::float8, trace => %s::text)
-order by ord"""
+  deadline => %s::float8, trace => %s::text)"""
 _ENQUEUE_MANY: LiteralString = (
     "select ord, id::text, outcome, stored_input::text from leasetask.enqueue_many(%s, "
     + _JSONB_ARRAY
@@ -115,10 +114,11 @@ _ENQUEUE_MANY: LiteralString = (
     + _TEXT_ARRAY
     + ", "
     + _ENQUEUE
+    + " order by ord"
 )
 _ENQUEUE_ONE: LiteralString = (
-    "select ord, id::text, outcome, stored_input::text from leasetask.enqueue_many(%s, "
-    "array[%s::text::jsonb], array[%s::text], " + _ENQUEUE
+    "select 1, id::text, outcome, stored_input::text from leasetask.try_enqueue(%s, "
+    "%s::text::jsonb, %s::text, " + _ENQUEUE
 )
 
 

@@ -150,7 +150,12 @@ MUTANTS = (
     ),
     Mutant(
         "key without input check",
-        (("case when t.pruned_at is null and t.input = i.input then", "case when true then"),),
+        (
+            (
+                "when t.pruned_at is null and t.input = i.input then 'existing'",
+                "when true then 'existing'",
+            ),
+        ),
         story("", checks.a_key_names_one_input),
     ),
     Mutant(
@@ -467,9 +472,8 @@ MUTANTS = (
         "an enqueue that looks once",
         (
             (
-                "      return next;\n    end loop;\n"
-                "    exit when cardinality(answered) = cardinality(new_ids);\n  end loop;",
-                "      return next;\n    end loop;\n    exit;\n  end loop;",
+                "    exit when cardinality(answered) = cardinality(ids);",
+                "    exit;",
             ),
         ),
         stops("", lambda: programs.an_enqueue_is_stopped("a prune that forgets keys", "finished")),

@@ -962,7 +962,7 @@ def an_enqueue_is_stopped(beside: str, before: str) -> Program:
                 "producer",
                 (lambda s, m: s.call("try_enqueue", kind=KIND, key="order", input=1),),
                 at=1,
-                gates=("enqueue_many",),
+                gates=("try_enqueue", "enqueue_many"),
             ),
             Actor("beside", (BESIDE_AN_ENQUEUE[beside],), at=1),
         ),
