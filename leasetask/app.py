@@ -253,8 +253,9 @@ class App:
             style: how the driver marks parameters: psycopg2 and the like take `%s`, asyncpg `$1`.
 
         Returns:
-            The SQL and its parameters. It gives one row: the task's id and the outcome, which is
-            `new`, `existing` or `conflict`; a conflict does not raise.
+            The SQL and its parameters. It gives one row: the task's id; the outcome, which is
+            `new`, `existing` or `conflict`; the other input that the key has, if it is a conflict,
+            which does not raise.
 
         Raises:
             PayloadError, UnknownKind: as `enqueue`.
@@ -264,8 +265,8 @@ class App:
         client.check_start(at, delay)
         if key is not None:
             client.check_name("key", key)
-        query = protocol.enqueue_anywhere(
-            encoded, key, at=at, delay=delay, priority=priority, policy=kind.policy()
+        query = protocol.enqueue(
+            kind.name, encoded, key, kind.policy(), at=at, delay=delay, priority=priority
         )
         sql = protocol.numbered(query.sql) if style == "$1" else query.sql
         return sql, list(query.params)

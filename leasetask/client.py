@@ -79,21 +79,14 @@ def enqueue(
     """
     check_start(at, delay)
     with telemetry.sending(kind) as trace:
-        query = protocol.enqueue_many(
-            kind,
-            [encoded],
-            [key],
-            at=at,
-            delay=delay,
-            priority=priority,
-            policy=policy,
-            trace=trace,
+        query = protocol.enqueue(
+            kind, encoded, key, policy, at=at, delay=delay, priority=priority, trace=trace
         )
         rows = yield query
         if not rows:
             # The task that held the key was pruned away between the two statements: it is free now.
             rows = yield query
-    _, task_id, outcome, stored = rows[0]
+    task_id, outcome, stored = rows[0]
     if outcome == "conflict":
         raise IdempotencyConflict(
             f"key {key!r} of kind {name_in_a_line(kind)} names task {task_id}, which has another input"
@@ -118,9 +111,9 @@ def enqueue_many(
         return []
     with telemetry.sending(kind) as trace:
         rows = yield protocol.enqueue_many(
-            kind, encoded, keys, at=at, delay=delay, priority=priority, policy=policy, trace=trace
+            kind, encoded, keys, policy, at=at, delay=delay, priority=priority, trace=trace
         )
-    return [Enqueued(task_id, outcome) for _, task_id, outcome, _ in rows]
+    return [Enqueued(task_id, outcome) for task_id, outcome, _ in rows]
 
 
 def encode_input(kind: Kind, value: object, limit: int, where: str = "") -> str:

@@ -166,7 +166,7 @@ class Send:
         return from_thread(run, run.port.send(run, self.request))
 
     async def wait(self, run: Run) -> Ack:
-        """Shielded: what is on its way to the server is not undone by a cancellation here."""
+        """Await the answer; a cancellation here undoes nothing that is on its way to the server."""
         return await run.port.send(run, self.request)
 
 

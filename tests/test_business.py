@@ -378,9 +378,9 @@ def test_enqueue_sql_for_other_drivers(dsn: str, db: psycopg.Connection) -> None
     sql, parameters = app.enqueue_sql(handler, 1, key="k")
     first = db.execute(sql, parameters).fetchone()
     assert first[1] == "new"
-    assert db.execute(sql, parameters).fetchone() == (first[0], "existing")
+    assert db.execute(sql, parameters).fetchone() == (first[0], "existing", None)
     sql, parameters = app.enqueue_sql(handler, 2, key="k", style="$1")
     with psycopg.RawCursor(db) as raw:
-        assert raw.execute(sql, parameters).fetchone() == (first[0], "conflict")
+        assert raw.execute(sql, parameters).fetchone() == (first[0], "conflict", "1")
     row = db.execute("select max_attempts, deadline_after from leasetask.task").fetchone()
     assert row == (3, 60)
