@@ -409,8 +409,9 @@ class Keeper:
             initialise(self.place, binaries, major, self.lock)
             self._watch_signals()
             LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # makes orphans of the server ours
+            log_start = self.place.log.stat().st_size
             self.server = start_server(self.place, binaries, self.lock)
-            self._serve(self.server)
+            self._serve(self.server, log_start)
         except (KeeperError, OSError, subprocess.SubprocessError, shutil.Error) as error:
             failure = one_line(error)
             print(f"leasetask: {failure}", file=sys.stderr)
@@ -435,8 +436,7 @@ class Keeper:
     def _on_signal(self, inbox: socket.socket) -> None:
         self.leaving |= bool(set(inbox.recv(64)) - {signal.SIGCHLD})
 
-    def _serve(self, server: subprocess.Popen[bytes]) -> None:
-        log_start = self.place.log.stat().st_size
+    def _serve(self, server: subprocess.Popen[bytes], log_start: int) -> None:
         last_used = time.monotonic()
         while not self.leaving and self._folder_is_ours():
             pause = (5.0 if self.users else LINGER / 4) if self.ready else 0.01
