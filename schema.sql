@@ -121,7 +121,6 @@ create table if not exists leasetask.task (
   state                jsonb not null default '{}',  -- recorded steps: name → {"n": order, "ok": value} or "error", "timeout", "cancelled"
   open_steps           jsonb not null default '{}',  -- steps begun and not recorded: name → tries, last error, an effect's start
 
-  constraint task_kind_and_key_are_unique unique (kind, idempotency_key),
   constraint task_names_fit_an_index check (
     kind <> '' and idempotency_key <> '' and wait_topic <> ''
     and greatest(octet_length(kind), octet_length(idempotency_key), octet_length(wait_topic)) <= 1000),
@@ -149,6 +148,10 @@ create table if not exists leasetask.task (
 with (fillfactor = 25, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
       autovacuum_analyze_scale_factor = 0.05, autovacuum_vacuum_cost_delay = 0);
 
+-- enqueue: a key names one task of its kind. A task without one has its id for a key: nobody looks for
+-- it here, and an entry for each of its versions would be a tenth of what it costs.
+create unique index if not exists task_kind_and_key_are_unique
+  on leasetask.task (kind, idempotency_key) where idempotency_key <> id::text;
 -- claim: one short range scan for each (kind, version, priority), never past what is not due.
 create index if not exists task_ready
   on leasetask.task (kind, handler_version, suspect, priority, next_run_at)
@@ -427,7 +430,7 @@ begin
            enqueue_many.trace
     from unnest(ords, ids, inputs, keys) as i (ord, id, input, key)
     order by key, i.ord
-    on conflict (kind, idempotency_key) do nothing;
+    on conflict (kind, idempotency_key) where idempotency_key <> id::text do nothing;
     get diagnostics made = row_count;
     if made = cardinality(ids) then
       return query select i.ord, i.id, 'new', null::jsonb from unnest(ords, ids) as i (ord, id);
@@ -438,17 +441,19 @@ begin
     -- have taken that away by now, so whatever is unanswered goes round again.
     answered := '{}';
     for ord, id, outcome, stored_input in
-      select i.ord, t.id,
-             case when t.id = i.id then 'new'
+      select i.ord, coalesce(t.id, i.id),
+             case when t.id is null or t.id = i.id then 'new'
                   when t.pruned_at is null and t.input = i.input then 'existing'
                   when t.pruned_at is not null and t.input_hash = leasetask.hash_input(i.input) then 'existing'
                   else 'conflict' end,
              case when t.id <> i.id and t.pruned_at is null and t.input <> i.input then t.input end
       from unnest(ords, ids, inputs, keys) as i (ord, id, input, key)
-      cross join lateral (
+      left join lateral (
         select x.id, x.pruned_at, x.input, x.input_hash from leasetask.task x
-        where x.kind = enqueue_many.kind and x.idempotency_key = coalesce(i.key, i.id::text) limit 1
-      ) t
+        where x.kind = enqueue_many.kind and x.idempotency_key = i.key and x.idempotency_key <> x.id::text
+        limit 1
+      ) t on true
+      where t.id is not null or i.key is null
     loop
       answered := answered || ord;
       return next;
@@ -507,7 +512,7 @@ begin
     coalesce(try_enqueue.backoff_jitter, declared.backoff_jitter, 0.1),
     coalesce(at, now_ + delay, now_), now_ + make_interval(secs => try_enqueue.deadline),
     try_enqueue.deadline, now_, now_, try_enqueue.trace)
-  on conflict (kind, idempotency_key) do nothing;
+  on conflict (kind, idempotency_key) where idempotency_key <> id::text do nothing;
   if found then
     outcome := 'new';
     perform leasetask.wake();
@@ -1780,7 +1785,8 @@ as $$
 #variable_conflict use_column
 declare
   source text := case
-    when key is not null and kind is not null then $q$ x.kind = $1 and x.idempotency_key = $4 $q$
+    when key is not null and kind is not null then $q$ x.kind = $1 and x.idempotency_key = $4
+                                                       and x.idempotency_key <> x.id::text $q$
     when topic is not null then $q$ x.status = 'waiting' and x.wait_topic = $5 $q$
     when statuses <@ array['pending', 'waiting'] then $q$ x.status in ('pending', 'waiting') $q$
     when statuses <@ array['running'] then $q$ x.status = 'running' $q$

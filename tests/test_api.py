@@ -84,6 +84,22 @@ def test_many_are_answered_one_by_one(dsn: str) -> None:
     assert app.enqueue_many(echo, []) == []
 
 
+def test_a_task_without_a_key_stands_in_nobodys_way(dsn: str) -> None:
+    """Its id stands for a key in the row, and is no key that anything is looked up by."""
+    app = App(dsn)
+
+    @app.task
+    def handler(ctx: Context, n: int) -> None: ...
+
+    first = app.enqueue(handler, 1)
+    assert app.get(first.id).key == first.id
+    assert app.enqueue(handler, 2, key=first.id).outcome == "new"
+    assert app.enqueue(handler, 2, key=first.id).outcome == "existing"
+    outcomes = app.enqueue_many(handler, [2, 3, 3], key=lambda n: first.id)
+    assert [made.outcome for made in outcomes] == ["existing", "conflict", "conflict"]
+    app.close()
+
+
 def test_one_key_from_many_connections_gives_one_task(dsn: str) -> None:
     app, echo = app_with(dsn)
     start, ids = threading.Barrier(8), []
