@@ -111,7 +111,7 @@ def _adapt(conn: _Connection) -> _Connection:
 def fetch(conn: psycopg.Connection[Any], query: Query) -> list[tuple[Any, ...]]:
     """Run a query on a connection of ours and return its rows."""
     cursor = conn.execute(*query)
-    return cursor.fetchall() if cursor.description else []
+    return cursor.fetchall() if gives_rows(cursor) else []
 
 
 async def fetch_async(conn: psycopg.AsyncConnection[Any], query: Query) -> list[tuple[Any, ...]]:
@@ -120,7 +120,12 @@ async def fetch_async(conn: psycopg.AsyncConnection[Any], query: Query) -> list[
     In binary: neither side then writes and reads times as text, six microseconds for a claimed task.
     """
     cursor = await conn.execute(*query, binary=True)
-    return await cursor.fetchall() if cursor.description else []
+    return await cursor.fetchall() if gives_rows(cursor) else []
+
+
+def gives_rows(cursor: psycopg.Cursor[Any] | psycopg.AsyncCursor[Any]) -> bool:
+    """Whether a statement has a result; `description` would make an object of each column."""
+    return cursor.pgresult is not None and cursor.pgresult.nfields > 0
 
 
 def dsn_or_environment(dsn: str | None) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import tuple_row
 
+from leasetask.connection import gives_rows
 from leasetask.errors import ConfigurationError
 from leasetask.protocol import Query
 
@@ -28,7 +29,7 @@ def execute(conn: Any, query: Query) -> Rows:
     if isinstance(conn, psycopg.Connection):
         with conn.cursor(row_factory=tuple_row) as cursor:
             cursor.execute(*query)
-            return cursor.fetchall() if cursor.description else []
+            return cursor.fetchall() if gives_rows(cursor) else []
     if _is_from("sqlalchemy", conn):
         connection = conn if hasattr(conn, "exec_driver_sql") else conn.connection()
         result = connection.exec_driver_sql(query.sql, tuple(query.params))
@@ -45,7 +46,7 @@ async def execute_async(conn: Any, query: Query) -> Rows:
     if isinstance(conn, psycopg.AsyncConnection):
         async with conn.cursor(row_factory=tuple_row) as cursor:
             await cursor.execute(*query)
-            return await cursor.fetchall() if cursor.description else []
+            return await cursor.fetchall() if gives_rows(cursor) else []
     if _is_from("sqlalchemy", conn):
         connection = conn if hasattr(conn, "exec_driver_sql") else await conn.connection()
         result = await connection.exec_driver_sql(query.sql, tuple(query.params))
