@@ -209,8 +209,7 @@ class Run:
 
     def check_usable(self) -> None:
         """Raise if this run may not use verbs any more."""
-        self._look_at_the_clock()
-        if self.lost is not None:
+        if self.is_lost():
             raise LeaseLost(f"task {self.claimed.id}: {self.lost}; nothing of this run is recorded")
         if self.unwound:
             raise SuspensionSwallowed(
@@ -218,10 +217,11 @@ class Run:
                 "let BaseException pass, and use no verbs in finally blocks"
             )
 
-    def _look_at_the_clock(self) -> None:
-        # A thread that wakes from a freeze may run before the watchdog's does.
+    def is_lost(self) -> bool:
+        """Whether the lease is gone, looking at the clock: after a freeze the watchdog may be late."""
         if self.lost is None and time.monotonic() > self.lease_ends:
             self.lose("its lease was not renewed in time")
+        return self.lost is not None
 
     def check_startable(self) -> None:
         """Raise if nothing new may start: the lease is lost, a cancel asked for, a drain."""
@@ -236,8 +236,7 @@ class Run:
 
     def check_going_on(self) -> None:
         """Raise, between the chunks of a step, if there is no use in going on."""
-        self._look_at_the_clock()
-        if self.lost is not None:
+        if self.is_lost():
             self.check_usable()
         if self.cancel_requested and self.journal.complete:
             self.refused_by_cancel = True

@@ -431,9 +431,9 @@ class Worker:
 
     async def _outcome_of(self, run: Run) -> Outcome:
         """Run the handler; whatever goes wrong around it is a failure of this task alone."""
-        if run.lost is not None:
-            return Lost(run.lost)
-        if run.handing_back:
+        if run.handing_back or run.is_lost():
+            # Nothing has begun. A lease that is out by our clock, since its claim was answered late,
+            # may be held on the server all the same.
             return Release()
         claimed = run.claimed
         try:

@@ -26,7 +26,9 @@ from support import (
     wait_until,
 )
 
-from leasetask import App, LeaseTaskError
+from leasetask import App, Context, LeaseTaskError, Retry
+from leasetask.claimer import Claimer
+from leasetask.model import Claimed
 from leasetask.worker import WorkerOptions
 
 Db = psycopg.Connection[Any]
@@ -231,13 +233,44 @@ def test_a_worker_that_claims_again_what_it_lost_keeps_it(db: Db, fleet: Fleet) 
     wait_until(lambda: lease_is_out(db, task))
     db.execute("select from leasetask.sweep()")
     worker.thaw()
-    fleet.ledger.wait_for("run 2 begins")
+    wait_until(lambda: len(fleet.ledger.entries()) > 1, what="for another run to begin")
     fleet.gate("second").touch()
     fleet.ledger.wait_for("run 1 ends")
     wait_for_status(db, task, "succeeded")
-    assert column(db, "result", task) == "run 2"
-    assert column(db, "runs", task) == 2
+    # Frozen while a claim was on its way, the worker gives back what that claimed: one run more.
+    last = column(db, "result", task)
+    assert last == f"run {column(db, 'runs', task)}"
+    ran = {entry.what for entry in fleet.ledger.entries()}
+    assert ran == {f"{run} {what}" for run in ("run 1", last) for what in ("begins", "ends")}
+    assert len(fleet.ledger.entries()) == 4
     assert "died" not in worker.log
+
+
+def test_a_claim_that_is_answered_late_starts_nothing(
+    db: Db, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen on the way, say: by our clock the lease is out, so the task goes back, unharmed."""
+    app = App(dsn)
+    ran = []
+    claim = Claimer.claim
+
+    @app.task(retry=Retry(max_attempts=1))
+    def handler(ctx: Context) -> None:
+        ran.append(ctx.run)
+
+    async def claim_late(claimer: Claimer, n: int) -> list[Claimed]:
+        claimed = await claim(claimer, n)
+        for task in claimed:
+            if task.runs == 1:
+                await asyncio.to_thread(wait_until, lambda: lease_is_out(db, task.id))
+        return claimed
+
+    monkeypatch.setattr(Claimer, "claim", claim_late)
+    task = app.enqueue(handler)
+    with app.start(lease=LEASE, roles=("worker",)):
+        assert app.wait(task.id, timeout=20).status == "succeeded"
+    assert ran == [2]
+    app.close()
 
 
 def test_workers_die_freeze_and_stop_at_random(db: Db, fleet: Fleet) -> None:
