@@ -150,7 +150,7 @@ with (fillfactor = 25, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_
 
 -- enqueue: a key names one task of its kind. A task without one has its id for a key: nobody looks for
 -- it here, and an entry for each of its versions would be a tenth of what it costs.
-create unique index if not exists task_kind_and_key_are_unique
+create unique index if not exists task_key_is_unique
   on leasetask.task (kind, idempotency_key) where idempotency_key <> id::text;
 -- claim: one short range scan for each (kind, version, priority), never past what is not due.
 create index if not exists task_ready
@@ -254,7 +254,7 @@ language sql volatile parallel safe as $$
   select encode(
     set_bit(set_bit(
       overlay(uuid_send(gen_random_uuid())
-              placing substring(int8send((extract(epoch from at) * 1000)::bigint) from 3) from 1 for 6),
+              placing substring(int8send((date_part('epoch', at) * 1000)::bigint) from 3) from 1 for 6),
       52, 1), 53, 1), 'hex')::uuid
 $$;
 

@@ -575,14 +575,19 @@ class App:
     def _own_pool(self) -> Pool:
         with self._lock:
             if self._pool is None or self._pool.is_inherited:
-                self._pool = Pool(self.dsn, "leasetask", _CONNECTIONS, autocommit=True)
+                self._pool = Pool(
+                    self.dsn, "leasetask", _CONNECTIONS, transactional=False, revive=self.revive
+                )
             return self._pool
 
     def _own_async_pool(self) -> AsyncPool:
         loop = asyncio.get_running_loop()
         if loop not in self._async_pools:
-            pool = AsyncPool(self.dsn, "leasetask", _CONNECTIONS, autocommit=True)
-            self._async_pools[loop] = pool
+            open_ones = {k: pool for k, pool in self._async_pools.items() if not k.is_closed()}
+            pool = AsyncPool(
+                self.dsn, "leasetask", _CONNECTIONS, transactional=False, revive=self.revive
+            )
+            self._async_pools = open_ones | {loop: pool}
         return self._async_pools[loop]
 
     async def close_async(self) -> None:

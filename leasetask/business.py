@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,15 @@ from leasetask.operations import Verb, in_body
 from leasetask.payload import annotation_of, convert, decode, encode
 from leasetask.protocol import Item, Query
 from leasetask.run import Compensation, Run
-from leasetask.steps import StepOptions, check_name, failed, record_text, replay, start
+from leasetask.steps import (
+    StepOptions,
+    cancelled,
+    check_name,
+    failed,
+    record_text,
+    replay,
+    start,
+)
 from leasetask.transactions import Fenced, Isolation
 
 T = TypeVar("T")
@@ -100,6 +109,9 @@ def _perform(
 
     try:
         _, ack = yield InTransaction(Fenced(function, args, fence, isolation, name))
+    except asyncio.CancelledError:
+        yield from cancelled(run, name, {})
+        raise
     except (LeaseLost, TaskCanceled, ReplayError):
         raise
     except Exception as error:

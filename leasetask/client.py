@@ -79,13 +79,9 @@ def enqueue(
     """
     check_start(at, delay)
     with telemetry.sending(kind) as trace:
-        query = protocol.enqueue(
+        rows = yield protocol.enqueue(
             kind, encoded, key, policy, at=at, delay=delay, priority=priority, trace=trace
         )
-        rows = yield query
-        if not rows:
-            # The task that held the key was pruned away between the two statements: it is free now.
-            rows = yield query
     task_id, outcome, stored = rows[0]
     if outcome == "conflict":
         raise IdempotencyConflict(

@@ -97,12 +97,13 @@ class Committer:
         return entry.future
 
     async def serve(self) -> None:
-        """Commit what comes, for ever."""
+        """Commit what comes, for ever: a batch of each kind in turn, so that none waits for another."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             for kind in _ORDER:
-                while batch := self._take(kind):
+                if batch := self._take(kind):
+                    self._wake.set()
                     await self._commit(kind, batch)
 
     # --- batches -----------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def connect(dsn: str, *, name: str = "leasetask") -> psycopg.Connection[Any]:
         DatabaseUnavailable: one line that says why, and what to look at.
     """
     try:
-        conn = psycopg.Connection.connect(dsn, autocommit=True, **_settings(name))
+        conn = psycopg.Connection.connect(dsn, autocommit=True, **settings(dsn, name))
         if conn.info.backend_pid != conn.execute(*protocol.BACKEND_PID).fetchone()[0]:  # type: ignore[index]  # always one row
             conn.prepare_threshold = None
     except psycopg.Error as error:
@@ -67,7 +67,7 @@ async def connect_async(
             would be left behind for others.
     """
     try:
-        conn = await psycopg.AsyncConnection.connect(dsn, autocommit=True, **_settings(name))
+        conn = await psycopg.AsyncConnection.connect(dsn, autocommit=True, **settings(dsn, name))
         row = await (await conn.execute(*protocol.BACKEND_PID)).fetchone()
         if conn.info.backend_pid != row[0]:  # type: ignore[index]  # always one row
             conn.prepare_threshold = None
@@ -93,8 +93,13 @@ def shut(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
         raw.shutdown(socket.SHUT_RDWR)
 
 
-def _settings(name: str) -> dict[str, Any]:
-    return {"application_name": name, "connect_timeout": CONNECT_TIMEOUT}
+def settings(dsn: str, name: str) -> dict[str, Any]:
+    """Return what every connection is opened with; what the DSN says of time-outs stands."""
+    chosen: dict[str, Any] = {"application_name": name}
+    given = psycopg.conninfo.conninfo_to_dict(dsn).get("connect_timeout")
+    if given is None and "PGCONNECT_TIMEOUT" not in os.environ:
+        chosen["connect_timeout"] = CONNECT_TIMEOUT
+    return chosen
 
 
 def _adapt(conn: _Connection) -> _Connection:

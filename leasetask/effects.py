@@ -6,6 +6,7 @@ it before `do` may be called again; where that cannot be told, a person decides.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,15 @@ from leasetask.model import Note
 from leasetask.operations import Body, Gate, Send, Verb
 from leasetask.payload import annotation_of, encode
 from leasetask.run import Compensation, Run
-from leasetask.steps import StepOptions, check_name, failed, replay, start, write_record
+from leasetask.steps import (
+    StepOptions,
+    cancelled,
+    check_name,
+    failed,
+    replay,
+    start,
+    write_record,
+)
 
 T = TypeVar("T")
 
@@ -121,6 +130,13 @@ def _perform(
             )
             ledger["ended"] = ledger.get("ended", 0) + 1
         encoded = encode(value, type_, what=f"result of effect {name!r}", limit=run.payload_limit)
+    except asyncio.CancelledError:
+        # With a compensation it stays open: whether it happened must be found out before that runs.
+        if "compensate" not in ledger:
+            yield from cancelled(
+                run, name, {k: ledger[k] for k in ("started", "ended") if k in ledger}
+            )
+        raise
     except (LeaseLost, TaskCanceled, ReplayError, EffectUnknown):
         raise
     except Exception as error:

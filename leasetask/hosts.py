@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import psycopg
+from psycopg.pq import PipelineStatus
 from psycopg.rows import tuple_row
 
 from leasetask.connection import gives_rows
@@ -29,7 +30,7 @@ def execute(conn: Any, query: Query) -> Rows:
     if isinstance(conn, psycopg.Connection):
         with conn.cursor(row_factory=tuple_row) as cursor:
             cursor.execute(*query)
-            return cursor.fetchall() if gives_rows(cursor) else []
+            return cursor.fetchall() if _may_give_rows(conn, cursor) else []
     if _is_from("sqlalchemy", conn):
         connection = conn if hasattr(conn, "exec_driver_sql") else conn.connection()
         result = connection.exec_driver_sql(query.sql, tuple(query.params))
@@ -46,7 +47,7 @@ async def execute_async(conn: Any, query: Query) -> Rows:
     if isinstance(conn, psycopg.AsyncConnection):
         async with conn.cursor(row_factory=tuple_row) as cursor:
             await cursor.execute(*query)
-            return await cursor.fetchall() if gives_rows(cursor) else []
+            return await cursor.fetchall() if _may_give_rows(conn, cursor) else []
     if _is_from("sqlalchemy", conn):
         connection = conn if hasattr(conn, "exec_driver_sql") else await conn.connection()
         result = await connection.exec_driver_sql(query.sql, tuple(query.params))
@@ -66,6 +67,13 @@ def driver_connection(conn: Any) -> Any:
     if connection is None:
         connection = conn.connection()
     return getattr(getattr(connection, "connection", None), "driver_connection", None)
+
+
+def _may_give_rows(conn: Any, cursor: Any) -> bool:
+    in_pipeline = (
+        conn.pgconn.pipeline_status != PipelineStatus.OFF
+    )  # no result before it is fetched
+    return in_pipeline or gives_rows(cursor)
 
 
 def _is_from(framework: str, conn: Any) -> bool:

@@ -14,6 +14,7 @@ from leasetask.connection import (
     connect_async,
     fetch_async,
     is_disconnect,
+    is_transient,
     shut,
 )
 from leasetask.errors import DatabaseUnavailable
@@ -65,6 +66,7 @@ class Link:
         self._conn: psycopg.AsyncConnection[Any] | None = None
         self._was_lost = False
         self._opening = asyncio.Lock()
+        self._turn = asyncio.Lock()
 
     async def get(self) -> psycopg.AsyncConnection[Any]:
         """Return the open connection, opening it for as long as that takes."""
@@ -93,20 +95,23 @@ class Link:
 
     async def try_once(self, query: Query) -> list[tuple[Any, ...]]:
         """Run a query; drop the connection if it is of no use any more, and raise all the same."""
-        conn = await self.get()
-        frozen = asyncio.get_running_loop().call_later(self._limit + _SILENCE, shut, conn)
-        try:
-            return await fetch_async(conn, query)
-        except Exception as error:
-            if is_disconnect(error) or conn.closed:
-                self.report_lost(error)
+        async with (
+            self._turn
+        ):  # whoever is cancelled while it waits leaves the others' statement alone
+            conn = await self.get()
+            frozen = asyncio.get_running_loop().call_later(self._limit + _SILENCE, shut, conn)
+            try:
+                return await fetch_async(conn, query)
+            except Exception as error:
+                if is_disconnect(error) or conn.closed:
+                    self.report_lost(error)
+                    await self.close()
+                raise
+            except asyncio.CancelledError:
                 await self.close()
-            raise
-        except asyncio.CancelledError:
-            await self.close()
-            raise
-        finally:
-            frozen.cancel()
+                raise
+            finally:
+                frozen.cancel()
 
     async def ask(self, query: Query) -> list[tuple[Any, ...]]:
         """Run a query that may be repeated, through any number of lost connections."""
@@ -114,7 +119,7 @@ class Link:
             try:
                 return await self.try_once(query)
             except Exception as error:
-                if not is_disconnect(error):
+                if not (is_disconnect(error) or is_transient(error)):
                     raise
                 await asyncio.sleep(delay)
         raise AssertionError("backoff never ends")

@@ -71,6 +71,8 @@ class Maintenance:
     async def serve(self) -> None:
         """Do the chores, for ever."""
         due = dict.fromkeys(("look", "sweep", "suspects", "declare", "prune"), 0.0)
+        if not self._sweeps:
+            due["sweep"] = due["prune"] = float("inf")
         while True:
             now = time.monotonic()
             try:
@@ -80,23 +82,25 @@ class Maintenance:
                 if self._look or now >= due["look"]:
                     self._look = False
                     due["look"] = now + DELIVER_EVERY
-                    self._topics.update(r[0] for r in await self._link.ask(protocol.UNDELIVERED))
+                    topics = [row[0] for row in await self._link.ask(protocol.UNDELIVERED)]
+                    self._look = len(topics) >= protocol.MOST_TOPICS  # there may be more
+                    self._topics.update(topics)
                 again = await self._deliver()
                 if now >= due["sweep"]:
                     # Behind a snapshot that is held open a sweep walks dead entries: bound its share.
-                    cost = await self._sweep() if self._sweeps else 0.0
+                    cost = await self._sweep()
                     due["sweep"] = now + max(self._sweep_every, 4 * cost)
                 if self._suspected or now >= due["suspects"]:
                     self._suspected = False
                     due["suspects"] = now + SUSPECTS_EVERY
                     await self._look_for_suspects()
-                if self._sweeps and now >= due["prune"]:
+                if now >= due["prune"]:
                     due["prune"] = now + await self._prune()
             except Exception as error:
                 if not (is_disconnect(error) or is_transient(error)):
                     raise
                 again = True
-            pause = min(due["look"], due["sweep"], due["prune"])
+            pause = now if self._look else min(due["look"], due["sweep"], due["prune"])
             await self._sleep(_BUSY_AGAIN if again else pause - time.monotonic())
 
     async def _sleep(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context
 from functools import partial
@@ -20,11 +20,14 @@ from typing import Any
 import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolClosed, PoolTimeout
 
-from leasetask.connection import connect, connect_async, speaks, unavailable
+from leasetask.connection import connect, connect_async, settings, speaks, unavailable
 from leasetask.errors import DatabaseUnavailable
 
 PATIENCE = 10.0
 """Seconds that a caller waits for a connection."""
+
+_FAREWELL = 0.5
+"""Seconds to wait for the threads of a pool that is replaced; psycopg-pool warns of those left."""
 
 
 class Pool:
@@ -34,14 +37,26 @@ class Pool:
         dsn: where to connect.
         name: the connections' application_name.
         size: connections at the most.
-        autocommit: with False, what is done with a lent connection is one transaction.
+        transactional: what is done with a lent connection is one transaction, of the user's own
+            statements: none of them is prepared, since their tables may change meanwhile.
+        revive: starts the server, if it is ours to start.
     """
 
-    def __init__(self, dsn: str, name: str, size: int, *, autocommit: bool) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        name: str,
+        size: int,
+        *,
+        transactional: bool,
+        revive: Callable[[], object] | None = None,
+    ) -> None:
         self._dsn = dsn
         self._size = size
-        self._options = partial(_options, name, size, autocommit)
+        self._options = partial(_options, dsn, name, size, transactional)
+        self._revive = revive
         self._process = os.getpid()
+        self._failed = _Failed()
         self._pool: ConnectionPool[psycopg.Connection[Any]] | None = None
         self._opening = threading.Lock()
         self._places = threading.Semaphore(size)
@@ -77,15 +92,14 @@ class Pool:
             timeout: seconds to wait for the pool's threads.
         """
         pool, self._pool = self._pool, None
-        if pool is not None:
+        if pool is not None and not self.is_inherited:
             pool.close(timeout)
 
     def _lend(self) -> tuple[ConnectionPool[psycopg.Connection[Any]], psycopg.Connection[Any]]:
-        until = time.monotonic() + PATIENCE
         while True:
             pool = self._opened()
             try:
-                conn = pool.getconn(until - time.monotonic())
+                conn = pool.getconn(PATIENCE)
             except PoolClosed:
                 continue  # another thread has replaced it
             except PoolTimeout as error:
@@ -97,32 +111,42 @@ class Pool:
             pool.putconn(conn)
 
     def _opened(self) -> ConnectionPool[psycopg.Connection[Any]]:
-        if not self._opening.acquire(timeout=PATIENCE):
-            raise unavailable(self._dsn, TimeoutError(f"none was made for {PATIENCE:g} s"))
-        try:
+        asked = time.monotonic()
+        with self._opening:
             if self._pool is None:
+                self._failed.raise_if_after(asked)
+                if self._revive is not None:
+                    self._revive()
                 # One connection by hand first: its error says why, the pool's only that.
-                with connect(self._dsn) as first:
+                with self._failed.noted(), connect(self._dsn) as first:
                     threshold = first.prepare_threshold
                 self._pool = ConnectionPool(self._dsn, open=True, **self._options(threshold))
             return self._pool
-        finally:
-            self._opening.release()
 
     def _drop(self, pool: ConnectionPool[psycopg.Connection[Any]]) -> None:
         with self._opening:
             if self._pool is pool:
                 self._pool = None
-        pool.close(timeout=0)
+        pool.close(timeout=_FAREWELL)
 
 
 class AsyncPool:
     """The same for the coroutines of one event loop."""
 
-    def __init__(self, dsn: str, name: str, size: int, *, autocommit: bool) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        name: str,
+        size: int,
+        *,
+        transactional: bool,
+        revive: Callable[[], object] | None = None,
+    ) -> None:
         self._dsn = dsn
         self._size = size
-        self._options = partial(_options, name, size, autocommit)
+        self._options = partial(_options, dsn, name, size, transactional)
+        self._revive = revive
+        self._failed = _Failed()
         self._pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] | None = None
         self._opening = asyncio.Lock()
         self._places = asyncio.Semaphore(size)
@@ -154,11 +178,10 @@ class AsyncPool:
     async def _lend(
         self,
     ) -> tuple[AsyncConnectionPool[psycopg.AsyncConnection[Any]], psycopg.AsyncConnection[Any]]:
-        until = time.monotonic() + PATIENCE
         while True:
             pool = await self._opened()
             try:
-                conn = await pool.getconn(until - time.monotonic())
+                conn = await pool.getconn(PATIENCE)
             except PoolClosed:
                 continue  # another coroutine has replaced it
             except PoolTimeout as error:
@@ -170,11 +193,15 @@ class AsyncPool:
             await pool.putconn(conn)
 
     async def _opened(self) -> AsyncConnectionPool[psycopg.AsyncConnection[Any]]:
-        # No limit to the wait for the lock: who holds it connects, for CONNECT_TIMEOUT at the most.
+        asked = time.monotonic()
         async with self._opening:
             if self._pool is None:
-                async with await connect_async(self._dsn) as first:
-                    threshold = first.prepare_threshold
+                self._failed.raise_if_after(asked)
+                if self._revive is not None:
+                    await asyncio.to_thread(self._revive)
+                with self._failed.noted():
+                    async with await connect_async(self._dsn) as first:
+                        threshold = first.prepare_threshold
                 pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] = AsyncConnectionPool(
                     self._dsn, open=False, **self._options(threshold)
                 )
@@ -186,18 +213,37 @@ class AsyncPool:
     async def _drop(self, pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]]) -> None:
         if self._pool is pool:
             self._pool = None
-        await pool.close(timeout=0)
+        await pool.close(timeout=_FAREWELL)
+
+
+class _Failed:
+    """How the last attempt to connect failed: who waited for it meanwhile does not try once more."""
+
+    def __init__(self) -> None:
+        self._at = float("-inf")
+        self._why = ""
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        try:
+            yield
+        except DatabaseUnavailable as error:
+            self._at, self._why = time.monotonic(), str(error)
+            raise
+
+    def raise_if_after(self, asked: float) -> None:
+        if self._at > asked:
+            raise DatabaseUnavailable(self._why)
 
 
 def _options(
-    name: str, size: int, autocommit: bool, prepare_threshold: int | None
+    dsn: str, name: str, size: int, transactional: bool, prepare_threshold: int | None
 ) -> dict[str, Any]:
-    settings = {
-        "application_name": name,
-        "autocommit": autocommit,
-        "prepare_threshold": prepare_threshold,
+    kwargs = settings(dsn, name) | {
+        "autocommit": not transactional,
+        "prepare_threshold": None if transactional else prepare_threshold,
     }
-    return {"min_size": 0, "max_size": size, "kwargs": settings}
+    return {"min_size": 0, "max_size": size, "kwargs": kwargs}
 
 
 def _all_busy(dsn: str, size: int) -> DatabaseUnavailable:

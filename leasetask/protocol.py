@@ -61,6 +61,14 @@ _TEXT_ARRAY: LiteralString = "array(select e from json_array_elements_text(%s::j
 # Large arrays travel as one text: the driver would look at each element of a list.
 
 
+def _readable_time(column: LiteralString) -> LiteralString:
+    """Bring a time within Python's years, in any time zone: one that is not would stop its reader."""
+    return (
+        f"case when {column} > '9998-12-31' then '9998-12-31' "
+        f"when {column} < '0002-01-01' then '0002-01-01' else {column} end"
+    )
+
+
 def _json_array(encoded: Iterable[str]) -> str:
     return "[" + ",".join(encoded) + "]"
 
@@ -178,14 +186,15 @@ def enqueue_many(
 ) -> Query:
     """Rows, one for each: as `enqueue`."""
     options, values = _options(policy, at=at, delay=delay, priority=priority, trace=trace)
+    if any(key is not None for key in keys):
+        options = ", keys => " + _TEXT_ARRAY + options
+        values = [msgspec.json.encode(keys).decode(), *values]
     return Query(
         "select id::text, outcome, stored_input::text from leasetask.enqueue_many(%s::text, "
         + _JSONB_ARRAY
-        + ", "
-        + _TEXT_ARRAY
         + options
         + ") order by ord",
-        [kind, _json_array(encoded), msgspec.json.encode(keys).decode(), *values],
+        [kind, _json_array(encoded), *values],
     )
 
 
@@ -265,9 +274,9 @@ select t.id::text, t.kind, t.handler_version, t.idempotency_key, t.status, t.pri
   array(select r.key from jsonb_each(leasetask.recorded_steps(t.id)) r
         order by (r.value ->> 'n')::int) as steps,
   {_STEP} as current_step, told.since, {_PROGRESS}, t.wait_topic,
-  case when t.next_run_at < 'infinity' then t.next_run_at end as next_run_at, t.lease_owner,
-  t.lease_until, t.deadline, t.cancel_requested_at, t.cancel_reason, t.created_at, t.updated_at,
-  t.finished_at
+  case when t.next_run_at < 'infinity' then {_readable_time("t.next_run_at")} end as next_run_at,
+  t.lease_owner, t.lease_until, {_readable_time("t.deadline")}, t.cancel_requested_at,
+  t.cancel_reason, t.created_at, t.updated_at, t.finished_at
 from leasetask.task t {_TOLD} where t.id = %s::uuid"""
 
 
@@ -301,8 +310,9 @@ def unfinished_histories(statuses: Sequence[str], after: str | None, n: int) -> 
 def steps(task_id: str) -> Query:
     """Rows: one: records by name, open steps, waiting since and until, when it was pruned, now."""
     return Query(
-        "select leasetask.recorded_steps(t.id), t.open_steps, t.waiting_since, t.wait_until, "
-        "t.pruned_at, leasetask.clock() from leasetask.task t where t.id = %s::uuid",
+        "select leasetask.recorded_steps(t.id), t.open_steps, t.waiting_since, "
+        + _readable_time("t.wait_until")
+        + ", t.pruned_at, leasetask.clock() from leasetask.task t where t.id = %s::uuid",
         (task_id,),
     )
 
@@ -344,10 +354,11 @@ def declare_kinds(policies: Sequence[KindPolicy]) -> Query:
     )
 
 
-_CLAIM: LiteralString = """
+_CLAIM: LiteralString = f"""
 select id::text, kind, handler_version, idempotency_key, input::text, state::text, open_steps::text,
-  stored_steps, attempts, max_attempts, runs, lease_token::text, priority, next_run_at, created_at,
-  deadline, claimed_at, cancel_requested, compensating, last_error, trace
+  stored_steps, attempts, max_attempts, runs, lease_token::text, priority,
+  {_readable_time("next_run_at")}, created_at, {_readable_time("deadline")}, claimed_at,
+  cancel_requested, compensating, last_error, trace
 from leasetask.claim(%s, %s::text[], %s::int[], %s, make_interval(secs => %s), %s"""
 _CLAIM_HEADS: LiteralString = _CLAIM + ")"
 _CLAIM_LANES: LiteralString = _CLAIM + ", %s::smallint[], %s::timestamptz[])"
@@ -572,7 +583,8 @@ def suspects(pairs: Sequence[tuple[str, int]]) -> Query:
     )
 
 
-UNDELIVERED = Query("select leasetask.undelivered_topics()")
+MOST_TOPICS = 100
+UNDELIVERED = Query("select leasetask.undelivered_topics(%s)", (MOST_TOPICS,))
 
 
 def deliver(topics: Sequence[str]) -> Query:
@@ -754,6 +766,7 @@ INDEXES = Query(
 )
 EXPECTED_INDEXES = frozenset(
     {
+        "task_key_is_unique",
         "task_ready",
         "task_running",
         "task_deadline",

@@ -41,8 +41,8 @@ class Transactions:
     ) -> None:
         self.keeper = keeper
         self._factory = factory
-        self._pool = Pool(dsn, "leasetask transaction", size, autocommit=False)
-        self._async_pool = AsyncPool(dsn, "leasetask transaction", size, autocommit=False)
+        self._pool = Pool(dsn, "leasetask transaction", size, transactional=True)
+        self._async_pool = AsyncPool(dsn, "leasetask transaction", size, transactional=True)
 
     def open(self, isolation: Isolation) -> AbstractContextManager[Any]:
         """Open a transaction for a sync handler."""

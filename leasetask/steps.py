@@ -127,9 +127,7 @@ def perform(
         value = yield body
         encoded = encode(value, type_, what=f"result of step {name!r}", limit=run.payload_limit)
     except asyncio.CancelledError:
-        if not run.interrupted:
-            cancelled = to_json({"n": run.journal.next_number(), "cancelled": True})
-            yield Send(Checkpoint({name: cancelled}))
+        yield from cancelled(run, name, {})
         raise
     except (LeaseLost, TaskCanceled, ReplayError):
         raise
@@ -143,6 +141,13 @@ def perform(
     if options.compensate is not None:
         extra = {**extra, "compensate": True}
     return (yield from write_record(run, name, encoded, type_, extra))
+
+
+def cancelled(run: Run, name: str, extra: Record) -> Verb[None]:
+    """Record that the handler's own time-out or cancellation ended a step: a replay meets it there."""
+    if not run.interrupted:
+        record = {"n": run.journal.next_number(), "cancelled": True, **extra}
+        yield Send(Checkpoint({name: to_json(record)}))
 
 
 def record_text(run: Run, encoded: str, extra: Record) -> str:

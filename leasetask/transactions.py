@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import psycopg
+from psycopg.errors import ReadOnlySqlTransaction
 from psycopg.pq import TransactionStatus
 
 from leasetask import hosts, protocol
@@ -71,6 +72,7 @@ class OpenTransaction:
     run: Run
     connection: Any
     lease_seen: float = field(default=0.0)
+    in_function: bool = field(default=False)
 
 
 def run_blocking(run: Run, work: Fenced) -> tuple[Any, Ack]:
@@ -84,7 +86,9 @@ def run_blocking(run: Run, work: Fenced) -> tuple[Any, Ack]:
                 hosts.execute(db, _first(run, work))
                 opened = run.transactions.keeper.watch(run, db)
                 tell(run, "before the body of", work.name)
+                opened.in_function = True
                 value = work.function(db, *work.args)
+                opened.in_function = False
                 ack = protocol.ack(hosts.execute(db, work.fence(value))[0])
                 if ack.answer != "done":
                     raise _RollBack(ack)
@@ -92,7 +96,7 @@ def run_blocking(run: Run, work: Fenced) -> tuple[Any, Ack]:
             tell(run, "after the commit of", work.name)
             return value, ack
         except Exception as error:
-            answered = judge.send(error)
+            answered = judge.send((error, _is_ours(error, opened)))
             if isinstance(answered, Ack):
                 return None, answered
             time.sleep(answered)
@@ -111,7 +115,9 @@ async def run_awaiting(run: Run, work: Fenced) -> tuple[Any, Ack]:
                 await hosts.execute_async(db, _first(run, work))
                 opened = run.transactions.keeper.watch(run, db)
                 await tell_async(run, "before the body of", work.name)
+                opened.in_function = True
                 value = await work.function(db, *work.args)
+                opened.in_function = False
                 rows = await hosts.execute_async(db, work.fence(value))
                 ack = protocol.ack(rows[0])
                 if ack.answer != "done":
@@ -120,7 +126,7 @@ async def run_awaiting(run: Run, work: Fenced) -> tuple[Any, Ack]:
             await tell_async(run, "after the commit of", work.name)
             return value, ack
         except Exception as error:
-            answered = judge.send(error)
+            answered = judge.send((error, _is_ours(error, opened)))
             if isinstance(answered, Ack):
                 return None, answered
             await asyncio.sleep(answered)
@@ -133,16 +139,24 @@ def _first(run: Run, work: Fenced) -> Query:
     return protocol.open_fenced(run.claimed.id, run.claimed.token, run.lease, lock=run.holds_row)
 
 
-def _attempts(run: Run) -> Generator[float | Ack, Exception, None]:
+def _is_ours(error: Exception, opened: OpenTransaction | None) -> bool:
+    """Whether an error tells of this transaction's connection, not of one that the user's code has."""
+    if opened is None or not opened.in_function or opened.connection is None:
+        return True
+    return opened.connection.closed or isinstance(error, ReadOnlySqlTransaction)
+
+
+def _attempts(run: Run) -> Generator[float | Ack, tuple[Exception, bool], None]:
     """Judge what ended an attempt: give the answer, the seconds until the next try, or raise.
 
-    After a connection was lost the commit may have landed all the same: the next try's fence says
-    `already` then, and what that try wrote is rolled back.
+    It is sent the error, and whether that tells of our own connection. After one was lost the commit
+    may have landed all the same: the next try's fence says `already` then, and what that try wrote is
+    rolled back.
     """
     transient = 0
     answer: float | Ack = 0.0
     while True:
-        error = yield answer
+        error, ours = yield answer
         run.holds_row = False
         if isinstance(error, _RollBack):
             if error.ack.answer == "lost":
@@ -156,7 +170,7 @@ def _attempts(run: Run) -> Generator[float | Ack, Exception, None]:
             transient += 1
             if transient > _TRANSIENT_TRIES:
                 raise error
-        elif not is_disconnect(error):
+        elif not (ours and is_disconnect(error)):
             raise error
         if run.lost is not None:
             raise LeaseLost(f"{run.label}: {run.lost}; its transaction was rolled back") from error

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from leasetask.errors import ConcurrentWait, LeaseLost, ReplayError, SignalTimeout, TaskCanceled
-from leasetask.model import Wait
+from leasetask.errors import (
+    ConcurrentWait,
+    ConfigurationError,
+    LeaseLost,
+    ReplayError,
+    SignalTimeout,
+    TaskCanceled,
+)
+from leasetask.model import LONGEST, Wait
 from leasetask.operations import Body, Snapshot, Stand, Verb
 from leasetask.payload import annotation_of, convert, encode
 from leasetask.run import Run
-from leasetask.steps import StepOptions, check_name, failed, replay, start, write_record
+from leasetask.steps import (
+    StepOptions,
+    cancelled,
+    check_name,
+    failed,
+    replay,
+    start,
+    write_record,
+)
 
 T = TypeVar("T")
 
@@ -51,10 +67,13 @@ def wait_for(
     if record is not None:
         return (yield from replay(name, record, type_))  # type: ignore[no-any-return]  # as annotated
     yield from start(run, name, options.inserted)
-    snapshot = yield Snapshot()
     try:
+        snapshot = yield Snapshot()
         value = yield Body(check, (), {}, options.timeout or run.kind.timeout, name)
         encoded = encode(value, type_, what=f"result of {name!r}", limit=run.payload_limit)
+    except asyncio.CancelledError:
+        yield from cancelled(run, name, {})
+        raise
     except (LeaseLost, TaskCanceled, ReplayError):
         raise
     except Exception as error:
@@ -69,6 +88,8 @@ def _stand_at(run: Run, wait: Wait, seconds: float | None) -> Stand:
         raise ConcurrentWait(
             f"task {run.claimed.id} already waits; one wait at a time, {wait.name!r} has to follow"
         )
+    if seconds is not None and not abs(seconds) <= LONGEST:
+        raise ConfigurationError(f"{wait.name}: {seconds} seconds; at most {LONGEST:.0f}")
     if wait.mode != "hurry":
         wait.seq = run.journal.next_number()
     wait.until = run.wait_until(wait.name, seconds)

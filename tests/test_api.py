@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -359,3 +362,56 @@ def test_long_tasks_move_their_steps_out_of_the_row(dsn: str, db: psycopg.Connec
     size = db.execute("select pg_column_size(state), stored_steps from leasetask.task").fetchone()
     assert size[0] <= 2000
     assert size[1] > 250
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Shanghai", "America/Los_Angeles"])
+def test_a_time_that_python_cannot_name_harms_nobody(
+    dsn: str, db: psycopg.Connection, zone: str
+) -> None:
+    """Nor the worker that comes across it, nor whoever looks at the task."""
+    db.execute(f"alter database {db.info.dbname} set timezone = '{zone}'")
+    app, echo = app_with(dsn)
+    far = app.enqueue(echo, 1, at=datetime.max.replace(tzinfo=UTC))
+    with psycopg.connect(dsn, autocommit=True) as other:
+        made = [
+            other.execute(
+                f"select id::text from leasetask.try_enqueue('echo', '2', {more})"
+            ).fetchone()[0]
+            for more in (
+                "at => '20000-01-01'",
+                "at => 'infinity'",
+                "at => '-infinity'",
+                "deadline => 1e12",
+            )
+        ]
+    with working(app):
+        for task in made[2:]:
+            assert app.wait(task, timeout=10).result == 2
+        assert app.wait(app.enqueue(echo, 3).id, timeout=10).result == 3
+    assert [app.get(task).status for task in (far.id, *made[:2])] == ["pending"] * 3
+    for look in ("stats", "list", "top", "dead-letter", "doctor"):
+        command = [Path(sys.executable).with_name("leasetask"), look, "--dsn", dsn]
+        command += ["--once"] if look == "top" else []
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    app.close()
+
+
+def test_a_wait_longer_than_a_lifetime_is_refused(dsn: str) -> None:
+    app = App(dsn)
+
+    @app.task
+    def handler(ctx: Context) -> None:
+        ctx.sleep(1e12)
+
+    view = ended(app, handler)
+    assert (view.status, view.last_error["type"]) == ("failed", "ConfigurationError")
+    assert "sleep-1: 1000000000000.0 seconds; at most 1000000000" in view.last_error["message"]
+
+
+def test_enqueue_in_a_pipeline(dsn: str, db: psycopg.Connection) -> None:
+    """psycopg's pipeline mode: the answer is fetched, and the task enqueued once."""
+    app, echo = app_with(dsn)
+    with db.pipeline():
+        assert app.enqueue(echo, 1, conn=db).outcome == "new"
+    assert db.execute("select count(*) from leasetask.task").fetchone() == (1,)

@@ -85,24 +85,28 @@ def test_complete_ends_the_task_with_the_write(dsn: str, business: Callable, col
     assert business() == ["last"]
 
 
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), FileNotFoundError("no"), psycopg.OperationalError("another server")]
+)
 def test_a_write_that_raises_leaves_nothing_and_is_tried_again(
-    dsn: str, business: Callable
+    dsn: str, business: Callable, error: Exception
 ) -> None:
+    """As a failure of the step, also where the error could be taken for one of the connection."""
     app, calls = App(dsn), []
 
     @app.task(retry=FAST)
     def handler(ctx: Context) -> None:
         def write(db: psycopg.Connection) -> None:
             insert(db, "half")
-            calls.append(1)
+            calls.append(ctx.run)
             if len(calls) < 3:
-                raise ValueError("no")
+                raise error
 
         ctx.transaction("mark", write)
 
     assert ended(app, handler).status == "succeeded"
     assert business() == ["half"]
-    assert len(calls) == 3
+    assert calls == [1, 2, 3]
 
 
 def test_a_result_that_does_not_fit_leaves_nothing(dsn: str, business: Callable) -> None:

@@ -176,7 +176,7 @@ def calls(held: Held) -> dict[str, tuple[str, list[Any]]]:
 
 
 BY_ID = {"task_pkey"}
-BY_KEY = {"task_kind_and_key_are_unique"}
+BY_KEY = {"task_key_is_unique"}
 OF_A_TOPIC = {
     "task_waiting_for_topic",
     "task_pkey",

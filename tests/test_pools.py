@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
+from typing import Any
 
 import psycopg
 import pytest
+from support import wait_until
 
 from leasetask import App, Context, pools
+from leasetask.connection import CONNECT_TIMEOUT, settings
 from leasetask.errors import DatabaseUnavailable
 from leasetask.pools import AsyncPool, Pool
 
@@ -19,7 +23,7 @@ PIDS = "select pg_backend_pid()"
 
 
 def make(dsn: str) -> Pool:
-    return Pool(dsn, "pooled", SIZE, autocommit=True)
+    return Pool(dsn, "pooled", SIZE, transactional=False)
 
 
 def fill(pool: Pool) -> set[int]:
@@ -62,7 +66,7 @@ def test_dropped_connections_cost_no_wait_async(
     monkeypatch.setattr(pools, "PATIENCE", 3.0)
 
     async def go() -> None:
-        pool = AsyncPool(dsn, "pooled", SIZE, autocommit=True)
+        pool = AsyncPool(dsn, "pooled", SIZE, transactional=False)
         old = await fill_async(pool)
         drop(db, old)
         assert not await fill_async(pool) & old
@@ -86,7 +90,7 @@ def test_who_waits_for_a_busy_pool_is_told(dsn: str, monkeypatch: pytest.MonkeyP
 
 def test_who_waits_for_a_busy_pool_is_told_async(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
-        pool = AsyncPool(dsn, "pooled", SIZE, autocommit=True)
+        pool = AsyncPool(dsn, "pooled", SIZE, transactional=False)
         async with AsyncExitStack() as lent:
             for _ in range(SIZE):
                 await lent.enter_async_context(pool.connection())
@@ -99,6 +103,52 @@ def test_who_waits_for_a_busy_pool_is_told_async(dsn: str, monkeypatch: pytest.M
     asyncio.run(go())
 
 
+def test_who_waits_for_a_connect_that_fails_fails_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one after another, each after a connect of its own."""
+    attempts = []
+
+    async def mute(dsn: str) -> Any:
+        attempts.append(dsn)
+        await asyncio.sleep(0.05)
+        raise DatabaseUnavailable("no answer")
+
+    async def go() -> list[Any]:
+        pool = AsyncPool("host=127.0.0.1", "pooled", SIZE, transactional=False)
+
+        async def use() -> None:
+            async with pool.connection():
+                pass
+
+        return await asyncio.gather(*(use() for _ in range(SIZE)), return_exceptions=True)
+
+    monkeypatch.setattr(pools, "connect_async", mute)
+    assert {str(error) for error in asyncio.run(go())} == {"no answer"}
+    assert len(attempts) == 1
+
+
+def test_the_dsns_own_connect_timeout_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PGCONNECT_TIMEOUT", raising=False)
+    assert settings("host=a", "x")["connect_timeout"] == CONNECT_TIMEOUT
+    assert "connect_timeout" not in settings("host=a,b connect_timeout=2", "x")
+    monkeypatch.setenv("PGCONNECT_TIMEOUT", "3")
+    assert "connect_timeout" not in settings("host=a", "x")
+
+
+def test_event_loops_that_have_ended_leave_no_connections(dsn: str, db: psycopg.Connection) -> None:
+    """`asyncio.run(app.enqueue_async(…))` again and again, without close_async."""
+    app = App(dsn)
+
+    @app.task
+    def work(ctx: Context, number: int) -> None: ...
+
+    for number in range(5):
+        asyncio.run(app.enqueue_async(work, number))
+    gc.collect()
+    query = """select count(*) <= 1 from pg_stat_activity
+      where datname = current_database() and application_name = 'leasetask'"""
+    wait_until(lambda: db.execute(query).fetchone() == (True,))
+
+
 def test_a_forked_child_opens_its_own(dsn: str, db: psycopg.Connection) -> None:
     """As under a preforking web server whose App has enqueued before the fork."""
     app = App(dsn)
@@ -107,10 +157,11 @@ def test_a_forked_child_opens_its_own(dsn: str, db: psycopg.Connection) -> None:
     def work(ctx: Context, number: int) -> None: ...
 
     app.enqueue(work, 1)
-    child = os.fork()
-    if child == 0:
-        os._exit(_outcome(lambda: [app.enqueue(work, 2), app.close()]))
-    assert os.waitpid(child, 0)[1] == 0
+    for act in (lambda: app.close(), lambda: [app.enqueue(work, 2), app.close()]):
+        child = os.fork()
+        if child == 0:
+            os._exit(_outcome(act))
+        assert os.waitpid(child, 0)[1] == 0
     app.enqueue(work, 3)
     app.close()
     made = db.execute("select array_agg(input::int order by id) from leasetask.task").fetchone()

@@ -288,19 +288,27 @@ def test_an_uncaught_step_failure_fails_the_task_and_retry_goes_on_from_it(dsn: 
     assert calls == ["before", "flaky", "flaky", "flaky", "flaky"]
 
 
-def test_a_cancelled_async_step_replays_its_cancellation(dsn: str) -> None:
-    """asyncio.timeout around a step: the replay times out too, and the body is not called again."""
+@pytest.mark.parametrize("verb", ["step", "effect", "transaction", "wait_for"])
+def test_a_cancelled_async_step_replays_its_cancellation(dsn: str, verb: str) -> None:
+    """asyncio.timeout around a verb: the replay times out too, and the body is not called again."""
     app, calls = App(dsn), []
 
     @app.task(retry=FAST)
     async def handler(ctx: AsyncContext) -> str:
-        async def long() -> None:
+        async def long(*_: object) -> None:
             calls.append("long")
             await asyncio.sleep(60)
 
         try:
-            async with asyncio.timeout(0.05):
-                await ctx.step("long", long)
+            async with asyncio.timeout(0.2):
+                if verb == "step":
+                    await ctx.step("long", long)
+                elif verb == "effect":
+                    await ctx.effect("long", long, long)
+                elif verb == "transaction":
+                    await ctx.transaction("long", long)
+                else:
+                    await ctx.wait_for("long", long, topic="never", every=60)
         except TimeoutError:
             calls.append("timed out")
         crash_once(calls)

@@ -67,11 +67,9 @@ async def hold(ctx: AsyncContext, i: int) -> None:
 
 def enqueue(kind: str, n: str) -> float:
     values = marks.inputs(kind, n)
-    return marks.timed(
-        lambda: [
-            app.enqueue_many(kind, values[i : i + 10_000]) for i in range(0, len(values), 10_000)
-        ]
-    )
+    parts = [values[i : i + 10_000] for i in range(0, len(values), 10_000)]
+    with psycopg.connect(marks.DSN, autocommit=True) as conn:
+        return marks.timed(lambda: [app.enqueue_many(kind, part, conn=conn) for part in parts])
 
 
 def single(kind: str, n: str) -> float:

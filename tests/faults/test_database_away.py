@@ -119,7 +119,7 @@ def test_a_pool_that_waits_to_connect_is_replaced(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server is back: so is the pool, whatever pause psycopg-pool has come to."""
-    pool = Pool(server.dsn, "pooled", 2, autocommit=True)
+    pool = Pool(server.dsn, "pooled", 2, transactional=False)
     with pytest.raises(psycopg.OperationalError), pool.connection() as conn:
         server.stop("immediate")
         conn.execute("select 1")
