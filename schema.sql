@@ -1638,7 +1638,15 @@ begin
                             select max((r.value ->> 'n')::int)
                             from jsonb_each(leasetask.recorded_steps(task)) r), 0))) end
   where x.id = task;
-  perform leasetask.retry(task);
+  if t.compensating is null then
+    perform leasetask.retry(task);
+    return;
+  end if;
+  update leasetask.task x  -- on its way to its end: the compensations that are left run now
+  set status = 'pending', attempts = 0, swept = 0, suspect = false, next_run_at = leasetask.clock(),
+      dead_letter_at = null, finished_at = null, updated_at = leasetask.clock()
+  where x.id = task;
+  perform leasetask.wake();
 end $$;
 
 -- Empties finished tasks older than `age` of their input, state and result; key, id, the input's

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Literal, TypeVar
 
 from leasetask.errors import ReplayError
+from leasetask.operations import in_body
 from leasetask.run import Run, current_run
 
 T = TypeVar("T")
@@ -30,6 +31,9 @@ def task_factory(
     task: asyncio.Task[T] = asyncio.Task(coroutine, loop=loop, **kwargs)
     context = kwargs.get("context")
     run = current_run.get() if context is None else context.get(current_run)
+    # A body's own tasks cannot use verbs, and may be meant to live on, as a client's connection does.
+    if in_body.get() if context is None else context.get(in_body):
+        return task
     if run is not None and isinstance(run.branches, Branches):
         run.branches.add(task)
     return task

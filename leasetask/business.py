@@ -84,7 +84,7 @@ def transaction(
         yield from start(run, name, options.inserted)
         value = yield from _perform(run, name, function, args, type_, isolation, options)
     if options.compensate is not None:
-        run.compensations.append(Compensation(name, options.compensate, (value,)))
+        run.register(Compensation(name, options.compensate, (value,)))
     return value  # type: ignore[no-any-return]  # what the function's annotation says
 
 
@@ -110,7 +110,7 @@ def _perform(
     try:
         _, ack = yield InTransaction(Fenced(function, args, fence, isolation, name))
     except asyncio.CancelledError:
-        yield from cancelled(run, name, {})
+        cancelled(run, name, {})
         raise
     except (LeaseLost, TaskCanceled, ReplayError):
         raise

@@ -11,7 +11,7 @@ from leasetask.model import Checkpoint
 from leasetask.operations import Body, Gate, Send, Verb
 from leasetask.payload import annotation_of
 from leasetask.run import Compensation, Run
-from leasetask.steps import DEFAULTS, check_name, perform, replay, to_json
+from leasetask.steps import DEFAULTS, check_name, perform, record_cancelled, replay, to_json
 
 
 def compensate(
@@ -27,9 +27,10 @@ def compensate(
         if not run.journal.complete:
             yield Gate(REGISTERED + name)
         run.check_usable()
+        yield from record_cancelled(run)
         number = run.journal.next_number()
         yield Send(Checkpoint({REGISTERED + name: to_json({"n": number, "compensate": True})}, 1))
-    run.compensations.append(Compensation(name, function, args))
+    run.register(Compensation(name, function, args))
 
 
 def run_compensations(run: Run) -> Verb[None]:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from leasetask.errors import EffectUnknown, LeaseLost, ReplayError, TaskCanceled
+from leasetask.errors import EffectUnknown, LeaseLost, ReplayError, StepFailed, TaskCanceled
+from leasetask.failures import message_of
 from leasetask.journal import Record
 from leasetask.model import Note
 from leasetask.operations import Body, Gate, Send, Verb
@@ -20,6 +21,7 @@ from leasetask.payload import annotation_of, encode
 from leasetask.run import Compensation, Run
 from leasetask.steps import (
     StepOptions,
+    again,
     cancelled,
     check_name,
     failed,
@@ -92,7 +94,7 @@ def effect(
             yield from start(run, name, options.inserted)
         value = yield from _perform(run, name, do, reconcile, type_, options)
     if options.compensate is not None:
-        run.compensations.append(Compensation(name, options.compensate, (value,)))
+        run.register(Compensation(name, options.compensate, (value,)))
     return value  # type: ignore[no-any-return]  # what `do` is annotated with
 
 
@@ -107,22 +109,20 @@ def _perform(
     key = f"{run.claimed.id}/{name}"
     ledger = dict(run.journal.open_step(name))
     timeout = options.timeout or run.kind.timeout
+    asking = ledger.get("started", 0) > ledger.get("settled", 0)
     try:
         found: Reconciled = NotDone()
-        if ledger.get("started", 0) > ledger.get("settled", 0):
-            before = Attempt(key, ledger["started"], ledger["token"])
+        if asking:
+            before = Attempt(key, ledger["started"], ledger.get("token", ""))
             found = yield Body(reconcile, (before,), {}, timeout, f"{name} (reconcile)")
+            asking = False
         if isinstance(found, Unknown):
-            raise EffectUnknown(
-                f"task {run.claimed.id}: nobody can tell whether effect {name!r} happened: "
-                f"{found.reason}; decide with `leasetask resolve {run.claimed.id} {name} "
-                "--done JSON` or `--redo`",
-                step=name,
-            )
+            raise unknown(run, name, found.reason)
         if isinstance(found, Done):
             value = found.result
         else:
             ledger["settled"] = ledger.get("started", 0)
+            run.journal.remember(name, ledger)
             run.check_startable()
             yield from _note_start(run, name, ledger, options)
             value = yield Body(
@@ -133,17 +133,39 @@ def _perform(
     except asyncio.CancelledError:
         # With a compensation it stays open: whether it happened must be found out before that runs.
         if "compensate" not in ledger:
-            yield from cancelled(
-                run, name, {k: ledger[k] for k in ("started", "ended") if k in ledger}
-            )
+            cancelled(run, name, _kept(ledger))
         raise
     except (LeaseLost, TaskCanceled, ReplayError, EffectUnknown):
         raise
     except Exception as error:
         run.journal.remember(name, ledger)
-        yield from failed(run, name, error, options)
-    extra: Record = {k: ledger[k] for k in ("started", "ended", "compensate") if k in ledger}
-    return (yield from write_record(run, name, encoded, type_, extra))
+        if asking and again(run, name, error, options) is None:
+            raise unknown(run, name, f"reconcile failed: {message_of(error)}") from error
+        # Without `compensate`: who asks for it again, after a retry, looks before it is done again.
+        kept = {k: v for k, v in _kept(ledger).items() if k != "compensate"}
+        try:
+            yield from failed(run, name, error, options, kept)
+        except StepFailed:
+            run.journal.close(name)
+            raise
+    value = yield from write_record(run, name, encoded, type_, _kept(ledger))
+    run.journal.close(name)
+    return value
+
+
+def _kept(ledger: Record) -> Record:
+    """Return what a record keeps of an effect's ledger; a retry goes on from there."""
+    kept = ("started", "token", "settled", "ended", "compensate")
+    return {key: ledger[key] for key in kept if key in ledger}
+
+
+def unknown(run: Run, name: str, reason: str) -> EffectUnknown:
+    """Return the error for an effect that a person has to decide on."""
+    return EffectUnknown(
+        f"task {run.claimed.id}: nobody can tell whether effect {name!r} happened: {reason}; "
+        f"decide with `leasetask resolve {run.claimed.id} {name} --done JSON` or `--redo`",
+        step=name,
+    )
 
 
 def _note_start(run: Run, name: str, ledger: Record, options: StepOptions) -> Verb[None]:

@@ -11,6 +11,7 @@ from typing import Any
 from leasetask import compensation, operations, telemetry
 from leasetask.branches import Branches
 from leasetask.context import AsyncContext, Context
+from leasetask.effects import unknown
 from leasetask.errors import (
     ConfigurationError,
     EffectUnknown,
@@ -155,9 +156,12 @@ def _traced(run: Run) -> AbstractContextManager[Any]:
 def _compensates(run: Run, error: BaseException | None) -> bool:
     """Whether the handler has unwound and its compensations are due.
 
-    An ordinary error on the way to where it stood is tried again instead.
+    An ordinary error on the way to where it stood is tried again instead; and before anybody knows
+    whether an effect happened, nothing is undone.
     """
     if run.claimed.compensating is None or run.lost is not None or run.unwound:
+        return False
+    if run.journal.undecided() is not None:
         return False
     return run.journal.complete or error is None or isinstance(error, TaskCanceled)
 
@@ -170,9 +174,11 @@ def conclude(run: Run, result: Any, error: BaseException | None) -> Outcome:
         return Lost(run.lost or str(error))
     if error is None:
         return _returned(run, result)
-    if isinstance(error, Suspended):
+    leaves = list(_leaves(error))
+    stands = all(isinstance(leaf, Suspended | asyncio.CancelledError) for leaf in leaves)
+    if stands and any(isinstance(leaf, Suspended) for leaf in leaves):
         return _parked(run)
-    if run.handing_back and isinstance(error, asyncio.CancelledError):
+    if stands and run.handing_back:
         return Release()
     if run.cancel_requested and _is_cancellation(error):
         return Release()
@@ -186,6 +192,12 @@ def _returned(run: Run, result: Any) -> Outcome:
         )
         return Fail(describe(error, run.attempt), retryable=False, outright=True)
     if run.claimed.compensating is not None:
+        undecided = run.journal.undecided()
+        if undecided is not None:
+            reason = unknown(run, undecided, "the handler went on without it")
+            return Fail(
+                {**describe(reason, run.attempt), "step": undecided}, retryable=False, outright=True
+            )
         return Finish("null")
     if not run.journal.complete:
         error = run.journal.accusation(None)
@@ -233,11 +245,26 @@ def _raised(run: Run, error: BaseException) -> Outcome:
             details = {"step": leaf.step, "n": leaf.number}
             return Fail({**describe(leaf, run.attempt), **details}, retryable=False)
     final = any(isinstance(leaf, NonRetryable | ConfigurationError) for leaf in leaves)
-    return Fail(describe(error, run.attempt), retryable=not final)
+    told = describe(error, run.attempt)
+    for cause in (cause for leaf in leaves for cause in _causes(leaf)):
+        if isinstance(cause, StepFailed | SignalTimeout):
+            # What the handler made of a step's failure: the operator's retry begins there too.
+            told = {**told, "step": cause.step, "n": cause.number}
+            break
+    return Fail(told, retryable=not final)
 
 
 def _is_cancellation(error: BaseException) -> bool:
     return all(isinstance(leaf, asyncio.CancelledError | TaskCanceled) for leaf in _leaves(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Give the errors that an error was raised from, the nearest first."""
+    for _ in range(20):
+        if error.__cause__ is None:
+            return
+        error = error.__cause__
+        yield error
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -79,6 +79,17 @@ class Journal:
             "between with inserted=True)"
         )
 
+    def close(self, name: str) -> None:
+        """A step has been recorded: nothing of it is open any more."""
+        self._open.pop(name, None)
+
+    def undecided(self) -> str | None:
+        """Name an effect that has a compensation, was begun, and of which nobody knows how it went."""
+        for name, step in self._open.items():
+            if step.get("compensate") and step.get("started", 0) > step.get("settled", 0):
+                return name
+        return None
+
     def outstanding(self) -> list[str]:
         """Return the compensations registered and not run, in the order of registration."""
         names = [

@@ -24,6 +24,8 @@ logger = logging.getLogger("leasetask")
 BATCH = 500
 """Rows in one transaction at the most."""
 
+_NO_TABLE = "there is no table outbox_event; run `leasetask outbox install`"
+
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
@@ -92,8 +94,11 @@ def prune(business_dsn: str, age: float) -> int:
     """Delete dispatched rows older than `age` seconds; returns how many."""
     total = 0
     with connect(business_dsn, name="leasetask outbox") as conn:
-        while count := fetch(conn, protocol.outbox_prune(age, BATCH))[0][0]:
-            total += int(count)
+        try:
+            while count := fetch(conn, protocol.outbox_prune(age, BATCH))[0][0]:
+                total += int(count)
+        except psycopg.errors.UndefinedTable as error:
+            raise SchemaError(_NO_TABLE) from error
     return total
 
 
@@ -104,9 +109,7 @@ def _dispatch_batch(
         try:
             rows = fetch(business, protocol.outbox_take(BATCH))
         except psycopg.errors.UndefinedTable as error:
-            raise SchemaError(
-                "there is no table outbox_event; run `leasetask outbox install`"
-            ) from error
+            raise SchemaError(_NO_TABLE) from error
         events = sorted((_Event(*row) for row in rows), key=lambda event: event.kind)
         settled: list[_Settled] = []
         for kind, group in groupby(events, key=lambda event: event.kind):

@@ -17,7 +17,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from leasetask.errors import LeaseLost, PayloadError, SuspensionSwallowed, TaskCanceled
+from leasetask.errors import (
+    DuplicateStep,
+    LeaseLost,
+    PayloadError,
+    SuspensionSwallowed,
+    TaskCanceled,
+)
 from leasetask.journal import Journal
 from leasetask.model import Ack, Checkpoint, Claimed, Note, Wait
 from leasetask.payload import printable
@@ -126,6 +132,8 @@ class Run:
     parked: list[Parked] = field(default_factory=list)
     unwound: bool = False
     compensations: list[Compensation] = field(default_factory=list)
+    cancelled_steps: dict[str, str] = field(default_factory=dict)
+    """Records of cancelled steps, kept back until the handler is seen to go on after them."""
     attempt: int = 1
     traced: bool = False
     branches: Branches | None = None
@@ -211,6 +219,8 @@ class Run:
         """Raise if this run may not use verbs any more."""
         if self.is_lost():
             raise LeaseLost(f"task {self.claimed.id}: {self.lost}; nothing of this run is recorded")
+        if self.unwound and self.kind.is_async:
+            raise Suspended  # another branch was the first to hand the run back
         if self.unwound:
             raise SuspensionSwallowed(
                 f"task {self.claimed.id}: the handler caught the suspension and went on; "
@@ -222,6 +232,15 @@ class Run:
         if self.lost is None and time.monotonic() > self.lease_ends:
             self.lose("its lease was not renewed in time")
         return self.lost is not None
+
+    def register(self, compensation: Compensation) -> None:
+        """Remember what undoes something; raises DuplicateStep."""
+        if any(known.name == compensation.name for known in self.compensations):
+            raise DuplicateStep(
+                f"task {self.claimed.id}: two compensations are named {compensation.name!r}; "
+                "names are unique within a task, those of steps with compensate= included"
+            )
+        self.compensations.append(compensation)
 
     def check_startable(self) -> None:
         """Raise if nothing new may start: the lease is lost, a cancel asked for, a drain."""

@@ -74,7 +74,7 @@ def step(
         body = Body(function, args, kwargs, options.timeout or run.kind.timeout, name)
         value = yield from perform(run, name, body, type_, options, extra)
     if options.compensate is not None:
-        run.compensations.append(Compensation(name, options.compensate, (value,)))
+        run.register(Compensation(name, options.compensate, (value,)))
     return value  # type: ignore[no-any-return]  # what the function's annotation says
 
 
@@ -94,6 +94,7 @@ def start(run: Run, name: str, inserted: bool) -> Verb[None]:
     if not inserted and not run.journal.complete:
         yield Gate(name)
     run.check_startable()
+    yield from record_cancelled(run)
 
 
 def compare_arguments(run: Run, name: str, record: Record, arguments: str | None) -> None:
@@ -127,7 +128,7 @@ def perform(
         value = yield body
         encoded = encode(value, type_, what=f"result of step {name!r}", limit=run.payload_limit)
     except asyncio.CancelledError:
-        yield from cancelled(run, name, {})
+        cancelled(run, name, {})
         raise
     except (LeaseLost, TaskCanceled, ReplayError):
         raise
@@ -143,11 +144,22 @@ def perform(
     return (yield from write_record(run, name, encoded, type_, extra))
 
 
-def cancelled(run: Run, name: str, extra: Record) -> Verb[None]:
-    """Record that the handler's own time-out or cancellation ended a step: a replay meets it there."""
+def cancelled(run: Run, name: str, extra: Record) -> None:
+    """Note that a step was cancelled from within the handler, by a time-out of its own, say.
+
+    Recorded only once the handler goes on: one that ends with an error is replayed, and there the
+    step has to run, for what cancelled it need not come again.
+    """
     if not run.interrupted:
         record = {"n": run.journal.next_number(), "cancelled": True, **extra}
-        yield Send(Checkpoint({name: to_json(record)}))
+        run.cancelled_steps[name] = to_json(record)
+
+
+def record_cancelled(run: Run) -> Verb[None]:
+    """Record what was cancelled before this verb, so that a replay meets it there."""
+    while run.cancelled_steps:
+        name = next(iter(run.cancelled_steps))
+        yield Send(Checkpoint({name: run.cancelled_steps.pop(name)}))
 
 
 def record_text(run: Run, encoded: str, extra: Record) -> str:
@@ -167,21 +179,37 @@ def write_record(run: Run, name: str, encoded: str, type_: Any, extra: Record) -
     return decode(encoded, type_, what=f"result of step {name!r}")
 
 
-def failed(run: Run, name: str, error: Exception, options: StepOptions) -> Verb[None]:
-    """Leave a step that raised to a later try, or record that it failed for good."""
+def again(run: Run, name: str, error: Exception, options: StepOptions) -> StepRetry | None:
+    """Return how a step that raised is to be tried again; None: not at all."""
     policy = options.retry or run.kind.retry
-    tries = int(run.journal.open_step(name).get("tries", 0)) + 1
-    described = describe(error, tries)
+    tries = _tries(run, name)
     hopeless = isinstance(error, _HOPELESS) or (
         options.retry_on and not isinstance(error, options.retry_on)
     )
-    if not hopeless and tries < policy.max_attempts:
-        delay = policy.delay(tries) * random.uniform(1 - policy.jitter, 1 + policy.jitter)
-        note = {**run.journal.open_step(name), "tries": tries, "error": described}
-        yield Stand(StepRetry(name, delay, note))
+    if hopeless or tries >= policy.max_attempts:
+        return None
+    delay = policy.delay(tries) * random.uniform(1 - policy.jitter, 1 + policy.jitter)
+    known = run.journal.open_step(name)
+    return StepRetry(name, delay, {**known, "tries": tries, "error": describe(error, tries)})
+
+
+def failed(
+    run: Run, name: str, error: Exception, options: StepOptions, extra: Record | None = None
+) -> Verb[None]:
+    """Leave a step that raised to a later try, or record that it failed for good."""
+    later = again(run, name, error, options)
+    if later is not None:
+        yield Stand(later)
+    tries = _tries(run, name)
+    described = describe(error, tries)
     number = run.journal.next_number()
-    yield Send(Checkpoint({name: to_json({"n": number, "error": described, "tries": tries})}))
+    record = {"n": number, "error": described, "tries": tries, **(extra or {})}
+    yield Send(Checkpoint({name: to_json(record)}))
     raise StepFailed(name, number, described) from error
+
+
+def _tries(run: Run, name: str) -> int:
+    return int(run.journal.open_step(name).get("tries", 0)) + 1
 
 
 def to_json(value: Any) -> str:

@@ -72,7 +72,7 @@ def wait_for(
         value = yield Body(check, (), {}, options.timeout or run.kind.timeout, name)
         encoded = encode(value, type_, what=f"result of {name!r}", limit=run.payload_limit)
     except asyncio.CancelledError:
-        yield from cancelled(run, name, {})
+        cancelled(run, name, {})
         raise
     except (LeaseLost, TaskCanceled, ReplayError):
         raise

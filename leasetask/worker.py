@@ -49,6 +49,9 @@ DEFAULT_ROLES = ("worker", "sweep")
 DEFAULT_RETENTION = 30 * 86400.0
 """Seconds that finished tasks are kept whole."""
 
+_NOT_FOUND = 2
+"""Exit status of a child that cannot import the App; any other may be better the next time."""
+
 ALONE = "LEASETASK_ALONE"
 """In the environment of a child that imports the App to run suspects alone: its parent's pid."""
 
@@ -532,7 +535,7 @@ class Worker:
                 return
             if status > 0:
                 logger.error("the child that runs suspects alone ended with status %d", status)
-                self._child_is_of_use = False
+                self._child_is_of_use = status != _NOT_FOUND
         if self._options.spec is None or not self._child_is_of_use:
             # No child could import this App: once this worker is empty, it runs them itself.
             self._suspects_wait = True

@@ -20,6 +20,7 @@ from leasetask import (
     Context,
     Done,
     NotDone,
+    Retry,
     StepFailed,
     Unknown,
 )
@@ -320,6 +321,116 @@ def test_a_started_effect_is_found_out_before_its_compensation(dsn: str) -> None
         app.cancel(task.id)
         assert app.wait(task.id, timeout=10).status == "canceled"
     assert calls == ["do", "reconcile", "found"]
+
+
+@pytest.mark.parametrize("answer", ["unknown", "raises"])
+@pytest.mark.parametrize("decision", ["done", "redo"])
+def test_nothing_is_undone_before_an_effect_is_decided_on(
+    dsn: str, answer: str, decision: str
+) -> None:
+    """Canceled inside `do`, and reconcile cannot tell: a person decides, then the rest is undone."""
+    app, undone, entered = App(dsn), [], threading.Event()
+
+    @app.task(retry=FAST)
+    async def handler(ctx: AsyncContext) -> None:
+        async def do(attempt: Attempt) -> str:
+            entered.set()
+            await asyncio.sleep(60)
+            return "never"
+
+        def reconcile(attempt: Attempt) -> Unknown:
+            if answer == "raises":
+                raise ConnectionError("the bank is away")
+            return Unknown("the bank does not say")
+
+        await ctx.step("flight", lambda: "flight", compensate=undone.append)
+        await ctx.effect("pay", do, reconcile, compensate=undone.append)
+
+    task = app.enqueue(handler)
+    with working(app):
+        assert entered.wait(10)
+        app.cancel(task.id)
+        view = app.wait(task.id, timeout=10)
+        assert (view.status, view.last_error["type"], undone) == ("failed", "EffectUnknown", [])
+        assert "the bank" in view.last_error["message"]
+        if decision == "done":
+            app.resolve(task.id, "pay", done="paid")
+        else:
+            app.resolve(task.id, "pay", redo=True)
+        until(app, task.id, "status = 'canceled'")
+    assert undone == (["paid", "flight"] if decision == "done" else ["flight"])
+
+
+def test_an_effect_that_failed_for_good_is_looked_for_after_a_retry(dsn: str) -> None:
+    """Its error may have been the answer's, not the act's: invariant 9 holds across `retry` too."""
+    app, done, asked = App(dsn), [], []
+
+    def do(attempt: Attempt) -> str:
+        done.append(attempt.number)
+        raise TimeoutError("sent, but no answer")
+
+    def reconcile(attempt: Attempt) -> Done[str]:
+        asked.append(attempt.number)
+        return Done("it had arrived")
+
+    @app.task(retry=Retry(max_attempts=1))
+    def handler(ctx: Context) -> str:
+        return ctx.effect("send", do, reconcile)
+
+    view = ended(app, handler)
+    assert view.status == "failed"
+    app.retry(view.id)
+    with working(app):
+        assert app.wait(view.id, timeout=10).result == "it had arrived"
+    assert (done, asked) == ([1], [1])
+
+
+def test_a_retry_that_goes_back_behind_an_effect_looks_for_it(dsn: str) -> None:
+    app, done, asked, mended = App(dsn), [], [], []
+
+    def reconcile(attempt: Attempt) -> Done[str]:
+        asked.append(attempt.token)
+        return Done("found")
+
+    def flaky() -> str:
+        if not mended:
+            raise ValueError("no")
+        return "well"
+
+    @app.task(retry=Retry(max_attempts=1))
+    def handler(ctx: Context) -> str:
+        value, failure = None, None
+        try:
+            value = ctx.step("flaky", flaky)
+        except StepFailed as error:
+            failure = error
+        ctx.effect("mail", lambda attempt: done.append(attempt.token), reconcile)
+        if failure is not None:
+            raise KeyError("wrapped") from failure
+        return value
+
+    view = ended(app, handler)
+    assert (view.status, view.last_error["type"]) == ("failed", "KeyError")
+    mended.append(True)
+    app.retry(view.id)
+    with working(app):
+        view = app.wait(view.id, timeout=10)
+    assert view.result == "well", view.last_error
+    assert len(done) == 1
+    assert asked == done
+
+
+def test_two_compensations_of_one_name_are_refused(dsn: str) -> None:
+    app = App(dsn)
+
+    @app.task(retry=FAST)
+    def handler(ctx: Context) -> None:
+        ctx.step("hotel", lambda: 1, compensate=lambda _: None)
+        ctx.compensate("hotel", print)
+
+    view = ended(app, handler)
+    assert (view.status, view.last_error["type"]) == ("failed", "DuplicateStep")
+    assert "two compensations are named 'hotel'" in view.last_error["message"]
 
 
 # --- the user's own source of transactions ---------------------------------------------------------

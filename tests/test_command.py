@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 
 import psycopg
 import pytest
+from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 from support import APPS, COMMAND, column, enqueue, wait_for_end, wait_until
+
+from leasetask.cli import cli
 
 Db = psycopg.Connection[Any]
 DONE, REFUSED, USAGE, NO_SERVER = 0, 1, 2, 3
@@ -142,6 +145,7 @@ def test_bad_input(dsn: str, db: Db, tmp_path: Path) -> None:
     enqueue_ = ("enqueue", "noop")
     mistakes = [
         Mistake((*enqueue_, "{bad"), USAGE, "not JSON"),
+        Mistake((*enqueue_, "[" * 60_000), USAGE, "not JSON"),
         Mistake((*enqueue_, "NaN"), USAGE, "nan"),
         Mistake((*enqueue_, '{"a": [1, Infinity]}'), USAGE, "a[1]"),
         Mistake((*enqueue_, '{"a": ["x\\u0000y"]}'), USAGE, "a[0]"),
@@ -162,6 +166,22 @@ def test_bad_input(dsn: str, db: Db, tmp_path: Path) -> None:
     check_all(dsn, tmp_path, mistakes)
     assert db.execute("select count(*) from leasetask.task").fetchone() == (0,)
     assert db.execute("select count(*) from leasetask.task_signal").fetchone() == (0,)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("retry", NOBODY, "--dry-run"), "go with --all"),
+        (("stats", "--period", "0"), "--period"),
+        (("list", "--key", "k"), "--key goes with --kind"),
+        (("prune", "--batch", "0"), "--batch"),
+    ],
+)
+def test_options_that_make_no_sense(args: tuple[str, ...], says: str) -> None:
+    """In this process: what click itself refuses comes before any server is asked."""
+    result = CliRunner().invoke(cli, args)
+    assert result.exit_code == USAGE
+    assert says in result.stderr
 
 
 def test_what_is_not_there(dsn: str, db: Db, tmp_path: Path) -> None:

@@ -311,12 +311,58 @@ def test_a_cancelled_async_step_replays_its_cancellation(dsn: str, verb: str) ->
                     await ctx.wait_for("long", long, topic="never", every=60)
         except TimeoutError:
             calls.append("timed out")
+        await ctx.step("went on", lambda: None)
         crash_once(calls)
         return await ctx.step("after", lambda: "after")
 
     view = ended(app, handler)
     assert view.result == "after"
     assert calls == ["long", "timed out", "crash", "timed out"]
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_what_an_error_beside_it_has_cancelled_runs_again(dsn: str, group: bool) -> None:
+    """The error need not come again: a recorded cancellation would be waited for in vain."""
+    app, calls = App(dsn), []
+
+    @app.task(retry=FAST)
+    async def handler(ctx: AsyncContext) -> int:
+        async def slow() -> int:
+            calls.append("slow")
+            if len(calls) == 1:
+                await asyncio.sleep(60)
+            return 7
+
+        async def flaky() -> None:
+            await asyncio.sleep(0.1)
+            crash_once(calls)
+
+        if not group:
+            return (await asyncio.gather(ctx.step("slow", slow), flaky()))[0]
+        async with asyncio.TaskGroup() as tasks:
+            found = tasks.create_task(ctx.step("slow", slow))
+            tasks.create_task(flaky())
+        return found.result()
+
+    assert ended(app, handler).result == 7
+    assert calls == ["slow", "crash", "slow"]
+
+
+def test_a_step_that_the_runs_time_limit_ended_runs_again(dsn: str) -> None:
+    app, calls = App(dsn), []
+
+    @app.task(retry=FAST, timeout=0.3)
+    async def handler(ctx: AsyncContext) -> int:
+        async def slow_at_first() -> int:
+            calls.append("slow")
+            if len(calls) == 1:
+                await asyncio.sleep(60)
+            return 7
+
+        return await ctx.step("slow", slow_at_first)
+
+    assert ended(app, handler).result == 7
+    assert calls == ["slow", "slow"]
 
 
 def test_a_timed_out_wait_stays_timed_out(dsn: str) -> None:

@@ -29,7 +29,7 @@ from support import (
     wait_until,
 )
 
-from leasetask import App, AsyncContext, Context
+from leasetask import App, AsyncContext, Context, Retry
 
 Db = psycopg.Connection[Any]
 
@@ -299,3 +299,61 @@ def test_nothing_is_left_open(dsn: str) -> None:
     command = [sys.executable, "-X", "dev", "-c", _TIDY, dsn]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_drain_inside_a_task_group_spends_no_attempt(dsn: str) -> None:
+    """The group wraps what the verbs raise to leave; the task is given back all the same."""
+    app = App(dsn)
+    begun = threading.Event()
+
+    @app.task(retry=Retry(max_attempts=1))
+    async def handler(ctx: AsyncContext) -> str:
+        async def body() -> str:
+            begun.set()
+            try:
+                await asyncio.sleep(60 if ctx.run == 1 else 0)
+            except asyncio.CancelledError:
+                return "in part"
+            return "whole"
+
+        async def branch(name: str) -> None:
+            await ctx.step(name, body)
+            await ctx.step(name + " again", lambda: None)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(branch("a"))
+            tasks.create_task(branch("b"))
+        return "ended"
+
+    task = app.enqueue(handler)
+    with app.start(grace=0.2):
+        assert begun.wait(10)
+    assert app.get(task.id).status == "pending"
+    with app.start():
+        assert app.wait(task.id, timeout=10).result == "ended"
+    app.close()
+
+
+def test_what_a_body_has_started_may_live_on(dsn: str) -> None:
+    """A client's own task, say: it keeps no run from suspending, and no run's end cancels it."""
+    app = App(dsn)
+    kept: list[asyncio.Task[str]] = []
+
+    @app.task
+    async def handler(ctx: AsyncContext) -> str:
+        async def keep_alive() -> str:
+            await asyncio.sleep(60)
+            return "never"
+
+        async def opens() -> None:
+            kept.append(asyncio.get_running_loop().create_task(keep_alive()))
+
+        await ctx.step("open", opens)
+        await ctx.sleep(0.1)
+        return "slept"
+
+    task = app.enqueue(handler)
+    with app.start():
+        assert app.wait(task.id, timeout=10).result == "slept"
+        assert not kept[0].done()
+    app.close()

@@ -81,5 +81,5 @@ def parse_json(text: str, what: str) -> Any:
     """Read an argument as JSON; raises PayloadError."""
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PayloadError(f"{what} is not JSON: {error}") from None

@@ -59,9 +59,12 @@ def list_command(
 ) -> None:
     """List tasks, the newest first.
 
-    Without --status, --topic, or --kind with --key, it looks at the newest 100,000 only.
+    Without --topic, --kind with --key, or a --status of what has not ended well, it looks at the newest
+    100,000 only.
     Example: leasetask list --kind publish --status failed --status dead
     """
+    if key is not None and kind is None:
+        raise click.UsageError("--key goes with --kind")
     page = None if before is None else client.task_id(before)
     by = Filters(kind, version, statuses or None, key, topic, older_than, priority, page)
     _list(dsn, by, limit, as_json)
@@ -112,7 +115,13 @@ def _listed(task: Listed) -> tuple[Any, ...]:
 
 
 @cli.command()
-@click.option("--period", default=300.0, show_default=True, help="Seconds that rates look back.")
+@click.option(
+    "--period",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300.0,
+    show_default=True,
+    help="Seconds that rates look back.",
+)
 @dsn_option
 @json_option
 def stats(period: float, dsn: str | None, as_json: bool) -> None:
@@ -160,7 +169,13 @@ def _stats_row(s: KindStats, period: float) -> tuple[Any, ...]:
 
 
 @cli.command()
-@click.option("--every", default=2.0, show_default=True, help="Seconds between looks.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0, min_open=True),
+    default=2.0,
+    show_default=True,
+    help="Seconds between looks.",
+)
 @click.option("--once", is_flag=True, help="One look, no screen.")
 @click.option("--limit", default=30, show_default=True, help="Running tasks shown.")
 @dsn_option

@@ -48,7 +48,13 @@ def install(business: str) -> None:
 @outbox_group.command()
 @_business_option
 @click.option("--once", is_flag=True, help="What is pending now, then end; for cron.")
-@click.option("--every", default=1.0, show_default=True, help="Seconds between rounds.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="Seconds between rounds.",
+)
 @dsn_option
 @embedded_option
 @json_option
@@ -80,7 +86,13 @@ def dispatch(
 
 @outbox_group.command(name="prune")
 @_business_option
-@click.option("--older-than", default=7.0, show_default=True, help="Days since the dispatch.")
+@click.option(
+    "--older-than",
+    type=click.FloatRange(min=0),
+    default=7.0,
+    show_default=True,
+    help="Days since the dispatch.",
+)
 @json_option
 def outbox_prune(business: str, older_than: float, as_json: bool) -> None:
     """Delete dispatched rows.

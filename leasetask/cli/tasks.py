@@ -224,6 +224,8 @@ def retry(
     if everything == (task_id is not None):
         raise click.UsageError("give an ID, or --all")
     if task_id is not None:
+        if dry_run or kind is not None or version is not None:
+            raise click.UsageError("--dry-run, --kind and --version go with --all")
         id_ = client.task_id(task_id)
         ask(server_of(dsn), client.retry(id_), id_)
         emit({"id": id_, "status": "pending"}, as_json, f"{id_}  due again")

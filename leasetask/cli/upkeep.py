@@ -38,7 +38,13 @@ _DAY = 86400.0
     help="Days, of unconsumed signals.",
 )
 @click.option("--forget-keys", is_flag=True, help="Delete whole rows: their keys are free again.")
-@click.option("--batch", default=1000, show_default=True, help="Rows in one transaction.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    default=1000,
+    show_default=True,
+    help="Rows in one transaction.",
+)
 @dsn_option
 @embedded_option
 @json_option

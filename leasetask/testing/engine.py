@@ -179,6 +179,8 @@ class Engine:
     def drain_to_the_end(self, limit: int = 10_000) -> None:
         """Drain, moving the clock to whatever is due next, until nothing ever will be.
 
+        Deadlines on the way are kept, as a worker's sweep keeps them.
+
         Raises:
             AssertionError: more than `limit` rounds: something waits and wakes for ever.
         """
@@ -186,6 +188,7 @@ class Engine:
             self.drain()
             if not self.skip():
                 return
+            self.sweep()
         raise AssertionError(f"tasks still become due after {limit} rounds")
 
     def sweep(self) -> list[Swept]:

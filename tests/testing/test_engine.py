@@ -258,3 +258,16 @@ def test_several_engines_may_be_on_one_database_and_each_lets_go(
                 return
             db.execute("select pg_sleep(0.02)")
     raise AssertionError(f"{others} connections were left")
+
+
+def test_a_deadline_on_the_way_is_kept(leasetask_engine: Make, app: App) -> None:
+    """A worker's sweep would end the task there; so does draining to the end."""
+
+    @app.task(deadline=60)
+    def waits_too_long(ctx: Context) -> None:
+        ctx.sleep(600)
+
+    engine = leasetask_engine(app)
+    task = engine.enqueue(waits_too_long)
+    engine.drain_to_the_end()
+    assert engine.get(task).status == "failed"
