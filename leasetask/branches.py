@@ -18,6 +18,8 @@ from leasetask.run import Run, current_run
 
 T = TypeVar("T")
 
+_LOCKS = {asyncio.locks.__file__, asyncio.queues.__file__}
+
 _LOOK_AGAIN = (0.001, 0.25)
 """Seconds, first and longest, between looks at a branch that awaits something of its own."""
 
@@ -118,7 +120,11 @@ class Branches:
         if task in self._standing:
             return True
         awaited = getattr(task, "_fut_waiter", None)
-        return awaited is not None and self._is_woken_by_branches(awaited)
+        if awaited is not None and self._is_woken_by_branches(awaited):
+            return True
+        # A lock that a parked branch holds is not released before the next run. Not beside a gate:
+        # a replay that is held up there is no proof of a changed handler.
+        return not self._gates and _waits_for_a_lock(task)
 
     def _is_woken_by_branches(self, awaited: asyncio.Future[Any]) -> bool:
         if awaited in self._tasks:
@@ -131,6 +137,15 @@ class Branches:
             for task in self._tasks
             for callback, _ in getattr(task, "_callbacks", None) or ()
         )
+
+
+def _waits_for_a_lock(task: asyncio.Task[Any]) -> bool:
+    """Whether a task is inside asyncio's own Lock, Semaphore, Event, Condition or Queue."""
+    inner: Any = task.get_coro()
+    while (deeper := getattr(inner, "cr_await", None)) is not None and hasattr(deeper, "cr_code"):
+        inner = deeper
+    code = getattr(inner, "cr_code", None)
+    return code is not None and code.co_filename in _LOCKS
 
 
 def _wakes(callback: Callable[..., Any], awaited: asyncio.Future[Any]) -> bool:

@@ -383,3 +383,27 @@ def test_a_timed_out_wait_stays_timed_out(dsn: str) -> None:
         return ctx.step("way", lambda: way)
 
     assert ended(app, handler).result == "timeout"
+
+
+def test_branches_that_share_a_semaphore_suspend_together(dsn: str) -> None:
+    """Its holders are parked for a later try: whoever waits for it cannot go on before the next run."""
+    app, calls = App(dsn), []
+
+    @app.task
+    async def handler(ctx: AsyncContext) -> int:
+        slots = asyncio.Semaphore(2)
+
+        def flaky(number: int) -> int:
+            calls.append(number)
+            if number < 2 and calls.count(number) == 1:
+                raise ValueError("not yet")
+            return number
+
+        async def branch(number: int) -> int:
+            async with slots:
+                return await ctx.step(f"step-{number}", flaky, number, retry=FAST)
+
+        return sum(await asyncio.gather(*(branch(number) for number in range(6))))
+
+    assert ended(app, handler).result == 15
+    assert sorted(calls) == [0, 0, 1, 1, 2, 3, 4, 5]
