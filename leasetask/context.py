@@ -218,7 +218,8 @@ class Context(_Base):
 
         Args:
             do: gets an `Attempt`, whose `key` is the same for all attempts.
-            reconcile: looks outside, and returns `Done(result)`, `NotDone()` or `Unknown(reason)`.
+            reconcile: looks outside, and returns `Done(result)`, `NotDone()` or `Unknown(reason)`;
+                one that raises is tried again like a step, and counts as `Unknown` in the end.
             retry, retry_on, timeout, inserted, compensate: as in `step`.
 
         Raises:

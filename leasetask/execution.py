@@ -29,6 +29,7 @@ from leasetask.failures import describe
 from leasetask.model import Completed, Fail, Finish, Lost, Outcome, Release, Suspend, Wait
 from leasetask.payload import convert, encode
 from leasetask.run import HandBack, Run, StepRetry, Suspended, current_run
+from leasetask.steps import record_cancelled
 from leasetask.threads import Threads
 
 
@@ -72,6 +73,9 @@ async def _execute_async(run: Run, value: Any) -> Outcome:
     if _compensates(run, error):
         error = await _compensate_async(run)
     branches.close()
+    if branches.verdict == "suspend":
+        with suppress(LeaseLost):
+            await operations.drive_async(run, record_cancelled(run))
     if others := branches.others():
         await _drop(others)
     run.branches = None  # else each run is a cycle, and collecting those costs a third of the CPU

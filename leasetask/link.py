@@ -95,9 +95,8 @@ class Link:
 
     async def try_once(self, query: Query) -> list[tuple[Any, ...]]:
         """Run a query; drop the connection if it is of no use any more, and raise all the same."""
-        async with (
-            self._turn
-        ):  # whoever is cancelled while it waits leaves the others' statement alone
+        # One at a time: who is cancelled while it waits must not end another's statement.
+        async with self._turn:
             conn = await self.get()
             frozen = asyncio.get_running_loop().call_later(self._limit + _SILENCE, shut, conn)
             try:

@@ -348,6 +348,30 @@ def test_what_an_error_beside_it_has_cancelled_runs_again(dsn: str, group: bool)
     assert calls == ["slow", "crash", "slow"]
 
 
+def test_a_cancelled_step_is_recorded_when_the_run_suspends(dsn: str) -> None:
+    """Its branch has no further verb; another branch sleeps meanwhile."""
+    app, calls = App(dsn), []
+
+    @app.task(retry=FAST)
+    async def handler(ctx: AsyncContext) -> str:
+        async def long() -> None:
+            calls.append("long")
+            await asyncio.sleep(60)
+
+        async def gives_up() -> str:
+            try:
+                async with asyncio.timeout(0.05):
+                    await ctx.step("long", long)
+            except TimeoutError:
+                return "gave up"
+            return "went on"
+
+        return (await asyncio.gather(gives_up(), ctx.sleep(0.3)))[0]
+
+    assert ended(app, handler).result == "gave up"
+    assert calls == ["long"]
+
+
 def test_a_step_that_the_runs_time_limit_ended_runs_again(dsn: str) -> None:
     app, calls = App(dsn), []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, TextIO
@@ -24,7 +25,7 @@ from leasetask.cli.common import (
 )
 from leasetask.cli.render import progress
 from leasetask.connection import connect, fetch, first
-from leasetask.errors import PayloadError
+from leasetask.errors import PayloadError, TaskNotFound, TaskRefused
 from leasetask.model import Enqueued
 from leasetask.payload import name_in_a_line
 
@@ -233,7 +234,7 @@ def retry(
     with connect(server_of(dsn)) as conn:
         ids = [row[0] for row in fetch(conn, protocol.dead_letter_ids(kind, version, _RETRY_MOST))]
         if not dry_run:
-            _retry_all(conn, ids)
+            ids = _retry_all(conn, ids)
     text = f"{len(ids)} would be retried" if dry_run else f"{len(ids)} due again"
     emit({"tasks": ids, "dry_run": dry_run}, as_json, text)
 
@@ -241,11 +242,16 @@ def retry(
 _RETRY_MOST = 100_000
 
 
-def _retry_all(conn: psycopg.Connection[Any], ids: list[str]) -> None:
+def _retry_all(conn: psycopg.Connection[Any], ids: list[str]) -> list[str]:
+    """Retry them one by one; returns those that nobody else had seen to meanwhile."""
+    done = []
     with progress("retried", len(ids)) as advance:
         for id_ in ids:
-            client.run(client.retry(id_), lambda query: fetch(conn, query), id_)
+            with suppress(TaskNotFound, TaskRefused):
+                client.run(client.retry(id_), lambda query: fetch(conn, query), id_)
+                done.append(id_)
             advance(1)
+    return done
 
 
 @cli.command()
